@@ -1,0 +1,36 @@
+# Two commands: `make conformance` holds every installed framework to the specification,
+# `make test` tests this project. Both make .venv first if it is missing.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: conformance test lint readme clean help
+
+conformance: $(STAMP)  ## run the suite on every installed framework; ARGS="--quick" and the like are passed on
+	$(BIN)/iha run $(ARGS)
+
+test: lint  ## lint, types and all tests
+	$(BIN)/python -m pytest -q -n auto $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "expected Python 3.11 or newer, got " + sys.version.split()[0] + "; set PYTHON=/path/to/python3")'
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+readme: $(STAMP)  ## run the suite and write the support table of README.md
+	$(BIN)/iha run --json $(VENV)/report.json
+	$(BIN)/python conformance/tools/readme_table.py $(VENV)/report.json README.md
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'
