@@ -1,0 +1,287 @@
+"""From error bounds to limits: the numbers that a result is judged by (SPEC.md [NUM-4] to [NUM-6])."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+
+from iha_core.bounds import statistics, worst
+from iha_core.bounds.formats import Arithmetic, Array, Format, arithmetic, tolerances
+from iha_core.config import AttentionConfig
+from iha_core.reference import (
+    attention_stages,
+    rope_angles,
+    rope_frequencies,
+    softmax,
+    token_indices,
+    token_positions,
+    visibility,
+)
+from iha_core.validation import validate
+
+CompanionKind = Literal["rms", "mean", "gain", "total mean", "total gain"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Companion:
+    """A limit on a functional of the error of the whole output, for random data ([NUM-6]).
+
+    Attributes:
+        kind: "rms", "mean" and "gain" hold for each batch element and head; the others for all.
+        weights: (B, N, H, e) of the functional sum(w * error); None for the root mean square.
+        limit: (B, H), or () for the whole output.
+    """
+
+    kind: CompanionKind
+    weights: Array | None
+    limit: Array
+
+    def measure(self, error: Array) -> Array:
+        """The functional of an error (B, N, H, e), in the shape of `limit`."""
+        axes = (1, 3) if self.limit.ndim == 2 else None
+        if self.weights is None:
+            return np.asarray(np.sqrt(np.mean(error**2, axis=axes)))
+        return np.asarray(np.abs(np.sum(self.weights * error, axis=axes)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """The exact answer and the limits of its stages.
+
+    Attributes:
+        stages: values of the reference by stage name.
+        limits: largest allowed |error| per element, by stage name; inf for what a stage holds of a
+            key that key_mask drops, which is not compared ([STG-2]).
+        worst: worst case W of the output, before floor and factor.
+        exact: elements of the output that every conforming implementation gets right to the last bit.
+        companions: further limits on the output, for random data.
+    """
+
+    stages: dict[str, Array]
+    limits: dict[str, Array]
+    worst: Array
+    exact: np.ndarray[Any, np.dtype[np.bool_]]
+    companions: tuple[Companion, ...]
+
+
+def derive_limits(
+    q: Any,
+    k: Any,
+    v: Any,
+    alpha_q: Any,
+    alpha_k: Any,
+    alpha_v: Any,
+    collapse: Any,
+    *,
+    config: AttentionConfig,
+    storage: str,
+    random: bool = False,
+    key_mask: Any = None,
+    segment_ids: Any = None,
+    kv_segment_ids: Any = None,
+    positions: Any = None,
+    kv_positions: Any = None,
+    query_offset: Any = None,
+) -> Limits:
+    """Run the reference and derive the limit of every element of every stage.
+
+    Takes the arguments of `attention`, and:
+
+    Args:
+        storage: storage dtype of the result to be judged, which the inputs already have.
+        random: whether the data are random, so that errors may be treated as independent. Never say
+            so of structured data: there one rounding repeats.
+
+    Returns:
+        The exact stages and their limits.
+
+    Source: SPEC.md chapter 6.
+    """
+    optional = {
+        "key_mask": key_mask,
+        "segment_ids": segment_ids,
+        "kv_segment_ids": kv_segment_ids,
+        "positions": positions,
+        "kv_positions": kv_positions,
+        "query_offset": query_offset,
+    }
+    dims = validate(q, k, v, alpha_q, alpha_k, alpha_v, collapse, config=config, **optional)
+    q, k, v, alpha_q, alpha_k, alpha_v, collapse = (
+        np.asarray(x, dtype=np.float64) for x in (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
+    )
+    if key_mask is not None:
+        # What the key mask drops has no influence whatever it holds, so zeros have the same limits.
+        kept = np.asarray(key_mask)[:, :, None, None]
+        k, v = np.where(kept, k, 0.0), np.where(kept, v, 0.0)
+    stages = attention_stages(q, k, v, alpha_q, alpha_k, alpha_v, collapse, config=config, **optional)
+    rules = arithmetic(storage)
+    scale = config.resolve_scale(dims.d)
+    query_index, key_index = token_indices(dims, query_offset)
+    query_position, key_position = token_positions(query_index, key_index, positions, kv_positions)
+    visible = visibility(
+        query_index,
+        key_index,
+        dims,
+        config,
+        key_mask=key_mask,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+    )[:, None]
+
+    frequency = rope_frequencies(dims.d, config.rope_theta)
+    raw = np.where(visible, stages["logits"], 0.0)
+
+    def propagate(*, true_angles: bool = False) -> statistics.Chain:
+        """Carry the error bounds from the inputs to the output."""
+        sides = []
+        for name, x, alpha, position in (("q", q, alpha_q, query_position), ("k", k, alpha_k, key_position)):
+            mixed = worst.mixed(x, alpha, stages[f"mixed_{name}"], rules)
+            angles = rope_angles(position, dims, config)
+            rotated = worst.rotated(
+                mixed,
+                stages[f"rotated_{name}"],
+                angles,
+                frequency,
+                config.rope_pairing,
+                rules,
+                true_angles=true_angles,
+            )
+            operand = worst.scaled_operand(rotated, scale, rules)
+            sides.append(statistics.Side(mixed=mixed, rotated=rotated, operand=operand, angles=angles))
+        q_side, k_side = sides
+        mixed_v = worst.mixed(v, alpha_v, stages["mixed_v"], rules)
+        logits = worst.logits(q_side.operand, k_side.operand, raw, scale, rules)
+        if config.normalisation == "softmax":
+            weights = worst.softmax_weights(logits, softmax(stages["logits"])[0], visible, rules)
+        else:
+            weights = worst.linear_weights(logits, visible, rules)
+        virtual_out = worst.weighted_sum(weights, mixed_v, stages["virtual_out"], visible, rules)
+        return statistics.Chain(
+            arithmetic=rules,
+            config=config,
+            scale=scale,
+            q=q_side,
+            k=k_side,
+            v=mixed_v,
+            logits=logits,
+            weights=weights,
+            virtual_out=virtual_out,
+            output=worst.collapsed(virtual_out, collapse, stages["output"], rules),
+            R=worst.as_global(collapse),
+        )
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        chain = propagate()
+        output = chain.output
+        limits = {}
+        for name, stage in (
+            ("mixed_q", chain.q.mixed),
+            ("mixed_k", chain.k.mixed),
+            ("mixed_v", chain.v),
+            ("rotated_q", chain.q.rotated),
+            ("rotated_k", chain.k.rotated),
+            ("virtual_out", chain.virtual_out),
+        ):
+            limits[name] = _limit(stage.value, stage.error, stage.magnitude, rules.storage, rules)
+        if key_mask is not None:
+            dropped = np.repeat(~np.asarray(key_mask), dims.P, axis=1)  # (B, S)
+            for name in ("mixed_k", "mixed_v", "rotated_k"):
+                limits[name][dropped] = np.inf
+        limits["logits"] = _limit(raw, chain.logits.error, chain.logits.magnitude, rules.accumulator, rules)
+        if config.normalisation == "softmax":
+            lse_error = worst.log_sum(chain.logits, stages["lse"], chain.weights, visible, rules)
+            lse = np.where(np.isfinite(stages["lse"]), stages["lse"], 0.0)
+            limits["lse"] = _limit(lse, lse_error, np.abs(lse), rules.accumulator, rules)
+
+        # Magnitude of everything that made an output: sum |R| sum |a| |mixed_v|.
+        magnitude = worst.collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
+        limits["output"] = _limit(output.value, output.error, magnitude, rules.storage, rules)
+        companions: tuple[Companion, ...] = ()
+        if random and output.value.size:
+            # Rows of a table of angles err together, so their share of the worst case is not averaged.
+            turned = np.zeros_like(output.error)
+            if config.rope != "none":
+                turned = np.maximum(0.0, output.error - propagate(true_angles=True).output.error)
+            turned *= tolerances()["limits"]["worst"] * _reference_share(rules)
+            sigma = np.sqrt(statistics.element_variance(chain)) * _reference_share(rules)
+            floor = _floor(output.value, magnitude, rules.storage, rules)
+            statistical = tolerances()["limits"]["element"] * sigma + turned
+            limits["output"] = np.maximum(floor, np.minimum(limits["output"], statistical))
+            companions = tuple(_companions(chain, sigma, magnitude, turned))
+    return Limits(
+        stages={name: value for name, value in stages.items() if name in limits},
+        limits=limits,
+        worst=output.error,
+        # A quarter of the smallest float64 is 0, hence four times the error.
+        exact=output.exact & (4 * output.error < rules.storage.spacing(output.value)),
+        companions=companions,
+    )
+
+
+def _reference_share(rules: Arithmetic) -> float:
+    """2 where the reference has the precision of the result, and so may err as much; else 1."""
+    factors = tolerances()["limits"]
+    share: float = factors["worst_float64"] / factors["worst"] if rules.storage.name == "float64" else 1.0
+    return share
+
+
+def _floor(value: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
+    """Least limit: one unit in the last place, and one roundoff of everything that was added up."""
+    return np.maximum(storage.spacing(value), rules.A * magnitude)
+
+
+def _limit(value: Array, error: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
+    factor = tolerances()["limits"]["worst"] * _reference_share(rules)
+    return np.maximum(_floor(value, magnitude, storage, rules), factor * error)
+
+
+def _companions(
+    chain: statistics.Chain, sigma: Array, magnitude: Array, turned: Array
+) -> Iterator[Companion]:
+    """Limits on root mean square, mean and gain of the error ([NUM-6]).
+
+    `turned` (B, N, H, e) is what the angles may add to the error of each element.
+    """
+    constants = tolerances()["limits"]
+    share = _reference_share(chain.arithmetic)
+    y = chain.output.value
+    B, N, H, e = y.shape
+    bias = constants["bias"] * share * chain.arithmetic.A * magnitude + turned
+
+    def limit(w: Array, factor: float, *, per_batch: bool) -> Array:
+        deviation = np.sqrt(statistics.functional_variance(chain, w, per_batch=per_batch))
+        shift = np.abs(w) * bias
+        shift = shift.reshape(B, -1).sum(axis=1) if per_batch else shift.sum()
+        return np.asarray(share * factor * deviation + shift)
+
+    if N * e >= constants["group"]:
+        rms = constants["rms"] * np.sqrt(np.mean(sigma**2, axis=(1, 3)))
+        rms += np.sqrt(np.mean(bias**2, axis=(1, 3)))
+        yield Companion(kind="rms", weights=None, limit=rms)
+        square = np.sum(y**2, axis=(1, 3), keepdims=True)
+        means = np.full_like(y, 1 / (N * e))
+        gains = np.where(square > 0, y / np.where(square > 0, square, 1.0), 0.0)
+        for kind, w, factor in (("mean", means, constants["mean"]), ("gain", gains, constants["gain"])):
+            heads = []
+            for i in range(H):
+                only = np.zeros_like(w)
+                only[:, :, i] = w[:, :, i]
+                heads.append(limit(only, factor, per_batch=True))
+            yield Companion(kind=kind, weights=w, limit=np.stack(heads, axis=1))  # type: ignore[arg-type]
+    square_all = float(np.sum(y**2))
+    if y.size >= constants["group"] and square_all > 0:
+        total_mean = np.full_like(y, 1 / y.size)
+        yield Companion(
+            kind="total mean",
+            weights=total_mean,
+            limit=limit(total_mean, constants["total_mean"], per_batch=False),
+        )
+        total_gain = y / square_all
+        yield Companion(
+            kind="total gain",
+            weights=total_gain,
+            limit=limit(total_gain, constants["total_gain"], per_batch=False),
+        )

@@ -1,0 +1,142 @@
+"""`AttentionConfig`: every choice the operation leaves open, validated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from iha_core.errors import ArgumentTypeError, ConfigError
+
+Causal = Literal["virtual", "token", "none"]
+WindowUnit = Literal["virtual", "token"]
+Rope = Literal["virtual", "token", "none"]
+RopePairing = Literal["half", "adjacent"]
+Normalisation = Literal["softmax", "none"]
+CollapseKind = Literal["global", "per_head"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionConfig:
+    """Configuration of the operation (SPEC.md [CFG-1]); immutable and hashable.
+
+    Args:
+        causal: which keys a virtual query may see. "virtual": none of a later virtual index;
+            "token": none of a later token; "none": no condition.
+        window: None, or the width W >= 1 of the window in tokens, own token included.
+        window_unit: distance that the window limits: "virtual" (below W*P virtual tokens) or
+            "token" (below W tokens).
+        rope: position that rotates queries and keys: "virtual" (token position * P + p),
+            "token" (token position) or "none" (no rotation).
+        rope_theta: base of the rotation frequencies, finite and > 0.
+        rope_pairing: lanes rotated together: "half" (i, i + d/2) or "adjacent" (2i, 2i + 1).
+        scale: factor of the logits, finite and > 0; None means 1/sqrt(d).
+        normalisation: "softmax", or "none" for linear attention.
+
+    Raises:
+        ConfigError: a value that is not allowed (a ValueError).
+        ArgumentTypeError: a value of the wrong type (a TypeError).
+    """
+
+    causal: Causal = "virtual"
+    window: int | None = None
+    window_unit: WindowUnit = "virtual"
+    rope: Rope = "virtual"
+    rope_theta: float = 500000.0
+    rope_pairing: RopePairing = "half"
+    scale: float | None = None
+    normalisation: Normalisation = "softmax"
+
+    def __post_init__(self) -> None:
+        _check_choice("causal", self.causal, get_args(Causal))
+        _check_choice("window_unit", self.window_unit, get_args(WindowUnit))
+        _check_choice("rope", self.rope, get_args(Rope))
+        _check_choice("rope_pairing", self.rope_pairing, get_args(RopePairing))
+        _check_choice("normalisation", self.normalisation, get_args(Normalisation))
+        # Normalised to plain int and float, so that equal configurations compare and hash equal.
+        if self.window is not None:
+            object.__setattr__(self, "window", _whole_number("window", self.window))
+        object.__setattr__(self, "rope_theta", _positive_real("rope_theta", self.rope_theta))
+        if self.scale is not None:
+            object.__setattr__(self, "scale", _positive_real("scale", self.scale))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> AttentionConfig:
+        """Build a configuration from plain values; absent fields take their defaults.
+
+        Raises:
+            ConfigError: an unknown field, or a value that is not allowed.
+        """
+        if not isinstance(fields, Mapping):
+            raise ArgumentTypeError(
+                "config", "", expected="a mapping of configuration fields", found=_describe(fields)
+            )
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ConfigError(
+                    str(name), "field of config", expected="one of " + ", ".join(known), found=repr(name)
+                )
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON values, defaults included."""
+        return dataclasses.asdict(self)
+
+    def resolve_scale(self, head_width: int) -> float:
+        """The factor of the logits: `scale`, or 1/sqrt(d) where that is None ([LOG-2])."""
+        return 1.0 / math.sqrt(head_width) if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A named configuration together with the collapse tensors it allows ([PROF-1])."""
+
+    config: AttentionConfig
+    collapse: tuple[CollapseKind, ...]
+
+
+def _describe(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"
+
+
+def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    expected = "one of " + ", ".join(map(repr, choices))
+    if not isinstance(value, str):
+        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+    if value not in choices:
+        raise ConfigError(field, "", expected=expected, found=repr(value))
+
+
+def _whole_number(field: str, value: object) -> int:
+    expected = "None or a whole number of tokens >= 1"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+    whole = operator.index(value)  # type: ignore[arg-type]
+    if whole < 1:
+        raise ConfigError(field, "", expected=expected, found=str(whole))
+    return whole
+
+
+def _positive_real(field: str, value: object) -> float:
+    expected = "a finite number > 0"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+    real = float(value)
+    if not (math.isfinite(real) and real > 0):
+        raise ConfigError(field, "", expected=expected, found=repr(real))
+    return real
+
+
+PROFILES: Mapping[str, Profile] = {
+    "paper": Profile(config=AttentionConfig(), collapse=("global",)),
+    "algorithm1": Profile(config=AttentionConfig(), collapse=("per_head",)),
+    "theory": Profile(config=AttentionConfig(causal="none", rope="none"), collapse=("global",)),
+    "mha-preserving": Profile(
+        config=AttentionConfig(causal="token", rope="token", window_unit="token"),
+        collapse=("global", "per_head"),
+    ),
+}
