@@ -90,6 +90,19 @@ class AttentionConfig:
         """The factor of the logits: `scale`, or 1/sqrt(d) where that is None ([LOG-2])."""
         return 1.0 / math.sqrt(head_width) if self.scale is None else self.scale
 
+    def rope_frequencies(self, head_width: int) -> tuple[float, ...]:
+        """Angle for each step of position, theta^(-2i/d) for i < d/2 ([ROPE-4], [ROPE-5]).
+
+        Rounding the exponent alone may cost ln(theta) roundoffs, so it is split into a part of 24
+        bits, whose products are exact, and the small rest.
+        """
+        frequencies = []
+        for lane in range(0, head_width, 2):
+            coarse = round(2**24 * lane / head_width) / 2**24
+            rest = (lane - coarse * head_width) / head_width
+            frequencies.append(self.rope_theta**-coarse * self.rope_theta**-rest)
+        return tuple(frequencies)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -115,7 +128,7 @@ def _whole_number(field: str, value: object) -> int:
     expected = "None or a whole number of tokens >= 1"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
-    whole = operator.index(value)  # type: ignore[arg-type]
+    whole = operator.index(value)
     if whole < 1:
         raise ConfigError(field, "", expected=expected, found=str(whole))
     return whole

@@ -182,7 +182,7 @@ def mix(x: Array, alpha: Array) -> Array:
     """
     B, N, _, width = x.shape
     _, H, P = alpha.shape
-    mixed = np.einsum("bnsw,shp->bnphw", x, alpha)  # (B, N, P, H, width)
+    mixed: Array = np.einsum("bnsw,shp->bnphw", x, alpha)  # (B, N, P, H, width)
     return mixed.reshape(B, N * P, H, width)
 
 
@@ -256,12 +256,13 @@ def token_positions(
 
 
 def rope_angles(position: Integers, dims: Dims, config: AttentionConfig) -> Array | None:
-    """Rotation angle of every virtual token and lane pair, (B or 1, T, 1, d/2) ([ROPE-2], [ROPE-3])."""
+    """Rotation angle of every virtual token and lane pair, (B or 1, T, 1, d/2) ([POS-1], [POS-2])."""
     if config.rope == "none":
         return None
     P, d = dims.P, dims.d
     per_virtual = virtual(position, P) if config.rope == "virtual" else np.repeat(position, P, axis=1)
-    return per_virtual[:, :, None, None] * rope_frequencies(d, config.rope_theta)
+    angles: Array = per_virtual[:, :, None, None] * rope_frequencies(d, config.rope_theta)
+    return angles
 
 
 def rope_frequencies(d: int, theta: float) -> Array:
@@ -273,11 +274,12 @@ def rope_frequencies(d: int, theta: float) -> Array:
     exact = [Fraction(-2 * i, d) for i in range(d // 2)]
     rounded = [float(exponent) for exponent in exact]
     lost = [float(exponent - Fraction(held)) for exponent, held in zip(exact, rounded, strict=True)]
-    return theta ** np.array(rounded) * (1.0 + np.array(lost) * np.log(theta))
+    frequencies: Array = theta ** np.array(rounded) * (1.0 + np.array(lost) * np.log(theta))
+    return frequencies
 
 
 def rotate(x: Array, angles: Array | None, config: AttentionConfig) -> Array:
-    """Rotate lane pairs (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in place ([ROPE-1], [ROPE-4])."""
+    """Rotate lane pairs (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in place ([ROPE-1] to [ROPE-3])."""
     if angles is None:
         return x
     d = x.shape[-1]
@@ -298,7 +300,8 @@ def rotate(x: Array, angles: Array | None, config: AttentionConfig) -> Array:
 
 def scaled_products(rotated_q: Array, rotated_k: Array, scale: float) -> Array:
     """Scaled dot products of all pairs ([LOG-1]): (B, T, H, d), (B, S, H, d) -> (B, H, T, S)."""
-    return scale * np.einsum("bthd,bshd->bhts", rotated_q, rotated_k)
+    products: Array = np.einsum("bthd,bshd->bhts", rotated_q, rotated_k)
+    return scale * products
 
 
 def softmax(logits: Array) -> tuple[Array, Array]:
@@ -340,6 +343,6 @@ def collapse_heads(virtual_out: Array, collapse: Array) -> Array:
     P = collapse.shape[-1]
     B, T, H, e = virtual_out.shape
     pseudo = virtual_out.reshape(B, T // P, P, H, e)
-    if collapse.ndim == 2:
-        return np.einsum("bnphe,hp->bnhe", pseudo, collapse)
-    return np.einsum("bnphe,ihp->bnie", pseudo, collapse)
+    equation = "bnphe,hp->bnhe" if collapse.ndim == 2 else "bnphe,ihp->bnie"
+    output: Array = np.einsum(equation, pseudo, collapse)
+    return output

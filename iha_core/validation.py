@@ -11,7 +11,9 @@ import dataclasses
 import operator
 from typing import Any
 
-from iha_core.config import AttentionConfig, CollapseKind
+import numpy as np
+
+from iha_core.config import AttentionConfig, Causal, CollapseKind
 from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError, ShapeError
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -97,6 +99,38 @@ def validate(
     return dims
 
 
+def resolve_offset(query_offset: Any, dims: Dims) -> Any:
+    """A valid query offset as a plain int, by default M - N, or the array that it is ([ARG-1]).
+
+    Scalars of NumPy, which have a shape but are hashable numbers of the host, count as plain.
+    """
+    if query_offset is None:
+        return dims.M - dims.N
+    # Asked first, since a compiler cannot ask a symbolic integer for its attributes.
+    if isinstance(query_offset, int):
+        return query_offset
+    is_array = hasattr(query_offset, "shape") and not isinstance(query_offset, np.generic)
+    return query_offset if is_array else operator.index(query_offset)
+
+
+def binding_conditions(config: AttentionConfig, dims: Dims, offset: Any) -> tuple[Causal, int | None]:
+    """Causality and window, "none" or None where it provably hides no key at all.
+
+    Nothing is proved of an offset that is an array, whose values are not read, except that a window
+    beyond all distances of [IDX-2] hides nothing.
+    """
+    causal, window = config.causal, config.window
+    if window is not None and window >= 4 * MAX_TOKEN_INDEX:
+        window = None
+    if not isinstance(offset, int):
+        return causal, window
+    N, M, P = dims.N, dims.M, dims.P
+    first_sees_last = offset >= M if causal == "virtual" and P > 1 else offset >= M - 1
+    reaches_back = window is not None and offset + N <= window
+    reaches_ahead = window is not None and (config.causal != "none" or M - offset <= window)
+    return "none" if first_sees_last else causal, None if reaches_back and reaches_ahead else window
+
+
 def _validate_floats(
     q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v: Any, collapse: Any
 ) -> Dims:
@@ -105,17 +139,7 @@ def _validate_floats(
     _check_shape("k", k, B=B, M=None, G=None, d=d)
     e = _sizes("v", v, "B", "M", "G", "e")[3]
     _check_shape("v", v, B=B, M=M, G=G, e=None)
-    for argument, array, letters in (
-        ("q", q, {"H": H, "d": d}),
-        ("k", k, {"G": G}),
-        ("v", v, {"e": e}),
-    ):
-        for letter, size in letters.items():
-            if size < 1:
-                raise ShapeError(argument, "shape", expected=f"{letter} >= 1", found=str(_shape(array)))
     P = _sizes("alpha_q", alpha_q, "H", "H", "P")[2]
-    if P < 1:
-        raise ShapeError("alpha_q", "shape", expected="P >= 1", found=str(_shape(alpha_q)))
     _check_shape("alpha_q", alpha_q, H=H, H_=H, P=None)
     _check_shape("alpha_k", alpha_k, G=G, H=H, P=P)
     _check_shape("alpha_v", alpha_v, G=G, H=H, P=P)
@@ -126,16 +150,16 @@ def _validate_floats(
     elif _rank("collapse", collapse) == 3:
         _check_shape("collapse", collapse, H=H, H_=H, P=P)
     else:
-        raise ShapeError(
-            "collapse", "shape", expected=f"(H={H}, H={H}, P={P}) or (H={H}, P={P})", found=str(_shape(collapse))
-        )
+        expected = f"(H={H}, H={H}, P={P}) or (H={H}, P={P})"
+        raise ShapeError("collapse", "shape", expected=expected, found=str(_shape(collapse)))
 
     storage = dtype_name(q)
     if storage not in FLOAT_DTYPES:
         raise DTypeError("q", "dtype", expected="one of " + ", ".join(FLOAT_DTYPES), found=storage)
     for argument, array in (("k", k), ("v", v)):
         if dtype_name(array) != storage:
-            raise DTypeError(argument, "dtype", expected=f"{storage}, the dtype of `q`", found=dtype_name(array))
+            expected = f"{storage}, the dtype of `q`"
+            raise DTypeError(argument, "dtype", expected=expected, found=dtype_name(array))
     parameter = dtype_name(alpha_q)
     allowed = (storage, "float32") if storage in NARROW_DTYPES else (storage,)
     if parameter not in allowed:
@@ -165,13 +189,19 @@ def _validate_pair(argument: str, query_side: Any, key_side: Any, dims: Dims) ->
         raise ArgumentValueError(
             f"kv_{argument}",
             "",
-            expected=f"an array (B={dims.B}, M={dims.M}), since {argument} alone serves both sides only where N = M",
+            expected=f"an array (B={dims.B}, M={dims.M}), as {argument} alone serves both sides if N = M",
             found=f"None with N={dims.N}",
         )
 
 
 def _validate_offset(query_offset: Any, dims: Dims) -> None:
     if query_offset is None:
+        return
+    # Plain integers first, since a compiler cannot ask a symbolic one for its attributes.
+    if isinstance(query_offset, int) and not isinstance(query_offset, bool):
+        expected = "token indices in [-2**31, 2**31)"
+        if not -MAX_TOKEN_INDEX <= query_offset < MAX_TOKEN_INDEX - dims.N:
+            raise ArgumentValueError("query_offset", "", expected=expected, found=str(query_offset))
         return
     if hasattr(query_offset, "shape"):
         _check_integer("query_offset", query_offset)
@@ -187,11 +217,7 @@ def _validate_offset(query_offset: Any, dims: Dims) -> None:
             expected="None, an int, or an integer array () or (B,)",
             found=type(query_offset).__name__,
         )
-    offset = operator.index(query_offset)
-    if not -MAX_TOKEN_INDEX <= offset < MAX_TOKEN_INDEX - dims.N:
-        raise ArgumentValueError(
-            "query_offset", "", expected="token indices in [-2**31, 2**31)", found=str(offset)
-        )
+    _validate_offset(operator.index(query_offset), dims)
 
 
 def _shape(array: Any) -> tuple[int, ...]:
@@ -205,11 +231,14 @@ def _rank(argument: str, array: Any) -> int:
 
 
 def _sizes(argument: str, array: Any, *letters: str) -> tuple[int, ...]:
-    """The sizes of an array, which must have one axis for each letter."""
+    """The sizes of an array, which must have one axis for each letter; only B, N and M may be 0."""
     if _rank(argument, array) != len(letters):
         raise ShapeError(
             argument, "shape", expected="(" + ", ".join(letters) + ")", found=str(_shape(array))
         )
+    for letter, size in zip(letters, _shape(array), strict=True):
+        if size < 1 and letter not in ("B", "N", "M"):
+            raise ShapeError(argument, "shape", expected=f"{letter} >= 1", found=str(_shape(array)))
     return _shape(array)
 
 

@@ -1,0 +1,51 @@
+"""Attention over virtual tokens: PyTorch's kernel, or composed from elementary operations. SPEC.md 3.4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from iha_core.config import AttentionConfig
+
+
+def has_native_kernel(config: AttentionConfig) -> bool:
+    """Whether PyTorch's kernel computes this configuration exactly.
+
+    It does for every softmax: its logits and statistics are at least float32, e may differ from d,
+    sizes may be 0, and a row that sees nothing gives zeros with zero gradients ([SOFT-2]).
+    """
+    return config.normalisation == "softmax"
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
+) -> Tensor:
+    """Softmax attention by PyTorch's kernel ([LOG-1] to [SOFT-2], [OUT-1]).
+
+    q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
+    -> (B, T, H, e) in q's dtype.
+    """
+    per_head = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, T, d)
+        k.transpose(1, 2),  # (B, H, S, d)
+        v.transpose(1, 2),  # (B, H, S, e)
+        attn_mask=None if mask is None else mask[:, None],  # (B or 1, 1, T or 1, S)
+        is_causal=is_causal,
+        scale=scale,
+    )
+    return per_head.transpose(1, 2)  # (B, T, H, e)
+
+
+def composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
+    """Linear attention: the logits are the weights, 0 where hidden ([LIN-1]).
+
+    q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
+    -> (B, T, H, e) in q's dtype, and the logits (B, H, T, S) in float32 or float64.
+    """
+    compute = torch.promote_types(q.dtype, torch.float32)
+    queries, keys, values = (x.to(compute).transpose(1, 2) for x in (q, k, v))  # (B, H, T or S, ·)
+    logits = scale * (queries @ keys.mT)  # (B, H, T, S)
+    if mask is not None:
+        logits = torch.where(mask[:, None], logits, 0)
+    return (logits @ values).to(q.dtype).transpose(1, 2), logits  # (B, T, H, e)

@@ -1,0 +1,78 @@
+"""Indices and visibility: SPEC.md 3.2. Every mask of this backend is built here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from iha_core.config import AttentionConfig
+from iha_core.validation import Dims, binding_conditions
+
+
+def token_indices(dims: Dims, offset: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Index among the keys of every query (B or 1, N) and of every key (1, M), int64 ([IDX-1])."""
+    queries = torch.arange(dims.N, device=device)[None]
+    if isinstance(offset, Tensor):
+        offset = offset.to(torch.int64).reshape(-1, 1)  # (B or 1, 1)
+    return queries + offset, torch.arange(dims.M, device=device)[None]
+
+
+def virtual(index: Tensor, P: int) -> Tensor:
+    """Virtual index n*P + p of every pseudo-token ([MIX-4]): int64 (B, tokens) -> (B, tokens*P)."""
+    return (index[..., None] * P + torch.arange(P, device=index.device)).flatten(-2)
+
+
+def repeat_virtual(per_token: Tensor, P: int) -> Tensor:
+    """A token's value for each of its pseudo-tokens: (B, tokens) -> (B, tokens*P)."""
+    return per_token[..., None].expand(*per_token.shape, P).flatten(-2)
+
+
+def visibility(
+    dims: Dims,
+    config: AttentionConfig,
+    offset: int | Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    key_mask: Tensor | None,
+    segment_ids: Tensor | None,
+    kv_segment_ids: Tensor | None,
+    *,
+    may_flag_causal: bool,
+) -> tuple[Tensor | None, bool]:
+    """Which virtual keys each virtual query sees ([MASK-1] to [KEY-1]).
+
+    Returns a boolean mask (B or 1, T or 1, S), or None where it would be all True; and whether
+    the kernel's own causal flag (key index <= query index, counted from 0) stands for the mask,
+    which happens only with `may_flag_causal`.
+    """
+    P = dims.P
+    causal, window = binding_conditions(config, dims, offset)
+    only_causal = causal == "virtual" and window is None and segment_ids is None and key_mask is None
+    if may_flag_causal and only_causal and not isinstance(offset, Tensor) and offset == 0:
+        return None, True
+
+    n, m = repeat_virtual(query_index, P)[:, :, None], repeat_virtual(key_index, P)[:, None, :]
+    t, s = virtual(query_index, P)[:, :, None], virtual(key_index, P)[:, None, :]
+    conditions = []
+    if causal == "virtual":  # [MASK-1]
+        conditions.append(s <= t)
+    elif causal == "token":  # [MASK-2]
+        conditions.append(m <= n)
+    if window is not None:  # compared with t - W*P: the distance itself would be an int64 for every pair
+        virtual_unit = config.window_unit == "virtual"
+        query, key, width = (t, s, window * P) if virtual_unit else (n, m, window)
+        conditions.append(key > query - width)  # [WIN-1], [WIN-2]
+        if config.causal == "none":  # [WIN-3]
+            conditions.append(key < query + width)
+    if segment_ids is not None:  # [SEG-1]
+        keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+        query_segment = repeat_virtual(segment_ids.to(torch.int64), P)
+        key_segment = repeat_virtual(keys.to(torch.int64), P)
+        conditions.append(query_segment[:, :, None] == key_segment[:, None, :])
+    if key_mask is not None:  # [KEY-1]
+        conditions.append(repeat_virtual(key_mask, P)[:, None, :])
+
+    mask = None
+    for condition in conditions:
+        mask = condition if mask is None else mask & condition
+    return mask, False
