@@ -1,0 +1,1 @@
+"""The conformance kit: holds any implementation of Interleaved Head Attention to its specification."""

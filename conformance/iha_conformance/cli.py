@@ -1,0 +1,217 @@
+"""The `iha` command.
+
+Nothing heavy is imported before a command needs it: `iha --help` answers at once, and frameworks
+are imported only by the worker processes of their targets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+
+import click
+
+from iha_conformance.errors import CommandError
+from iha_conformance.report.output import discard_output, prepare_streams
+
+PASSED, FAILED, FAULT, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses."""
+
+DISTRIBUTION = "interleaved-head-attention"
+
+
+class InterruptError(Exception):
+    """Ctrl-C, after everything that was started has been ended."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; every error is one line on standard error.
+
+    Args:
+        arguments: what follows the name of the command; by default those of this process.
+    """
+    prepare_streams()
+    try:
+        status = iha.main(
+            None if arguments is None else list(arguments), prog_name="iha", standalone_mode=False
+        )
+        sys.stdout.flush()
+        return status if isinstance(status, int) else PASSED
+    except click.ClickException as error:
+        return _report_error(error.format_message())
+    except CommandError as error:
+        return _report_error(str(error))
+    except (InterruptError, KeyboardInterrupt, click.Abort):
+        _report_error("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:
+        discard_output(sys.stdout)
+        return FAULT
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return _report_error(
+            f"fault of the kit: {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        )
+
+
+def _report_error(message: str) -> int:
+    with contextlib.suppress(OSError):
+        print("iha: error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    return FAULT
+
+
+@contextlib.contextmanager
+def _faults_in_one_line() -> Iterator[None]:
+    """What can go wrong in a command, as errors that `main` reports."""
+    from iha_conformance.protocol import TargetUnavailable
+    from iha_conformance.runner import HarnessError
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptError from None  # click would print an empty line for it
+    except TargetUnavailable as error:
+        raise CommandError(str(error)) from error
+    except HarnessError as error:
+        raise CommandError(f"fault of the kit: {error}") from error
+
+
+def _print_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    from iha_core import SPEC_VERSION
+
+    try:
+        package = version(DISTRIBUTION)
+    except PackageNotFoundError:
+        package = "(not installed, run from its sources)"
+    click.echo(f"iha {package}, specification IHA {SPEC_VERSION}")
+    context.exit()
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print versions and exit.",
+)
+@click.pass_context
+def iha(context: click.Context) -> None:
+    """Hold implementations of Interleaved Head Attention to the specification.
+
+    \b
+    iha run                          everything that is installed
+    iha run --target port:attention  your own function, in ./port.py
+    iha case ID                      what a case is, and the answer it expects
+    """
+    if context.invoked_subcommand is None:
+        raise click.UsageError(
+            "expected a command, " + " or ".join(iha.commands) + " (see iha --help), got none"
+        )
+
+
+@iha.command()
+@click.option(
+    "--backend",
+    "backends",
+    multiple=True,
+    metavar="NAME",
+    help="A backend: torch, array-api:NAMESPACE (such as numpy, array_api_strict, torch), or array-api for"
+    " every namespace that is installed. Default: all that are installed, unless --target is given."
+    " Repeatable.",
+)
+@click.option(
+    "--target",
+    "callables",
+    multiple=True,
+    metavar="MODULE:CALLABLE",
+    help="A function fn(inputs, config) on NumPy arrays; the working directory is on its import path. It"
+    " returns the output, or a dict of stages with 'output' among them, and refuses by raising"
+    " NotImplementedError. Repeatable.",
+)
+@click.option("--device", metavar="NAME", help="Device of the backends, such as cuda. Default: cpu.")
+@click.option(
+    "--dtype", multiple=True, metavar="NAME", help="Only float64, float32, float16 or bfloat16. Repeatable."
+)
+@click.option("--family", multiple=True, metavar="NAME", help="Only cases of this family. Repeatable.")
+@click.option("--case", "case_ids", multiple=True, metavar="ID", help="Only this case. Repeatable.")
+@click.option("--quick", is_flag=True, help="Only the quick cases.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True, max=86400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for one case, which is computed twice; after that it fails and its process is ended.",
+)
+@click.option("--json", "json_name", metavar="FILE", help="Write the report as JSON, whole or not at all.")
+def run(
+    backends: tuple[str, ...],
+    callables: tuple[str, ...],
+    device: str | None,
+    dtype: tuple[str, ...],
+    family: tuple[str, ...],
+    case_ids: tuple[str, ...],
+    quick: bool,
+    timeout: float,
+    json_name: str | None,
+) -> int:
+    """Run the suite and judge every result.
+
+    Every case is run twice, in a process of the target's own: one that crashes or hangs fails that
+    case only.
+
+    Exit status: 0 if every executed case passed, 1 if one failed, 2 for an error of usage or of the
+    kit itself, such as a backend that is not installed or no case executed.
+    """
+    with _faults_in_one_line():
+        from iha_conformance.command import Options, run_command
+        from iha_conformance.selection import Filters
+
+        passed = run_command(
+            Options(
+                backends=backends,
+                callables=callables,
+                device=device,
+                filters=Filters(dtype=dtype, family=family, case=case_ids, quick=quick),
+                timeout=timeout,
+                json_name=json_name,
+            )
+        )
+    return PASSED if passed else FAILED
+
+
+@iha.command()
+@click.argument("case_id", metavar="ID")
+@click.option(
+    "--dtype", metavar="NAME", help="Storage dtype of inputs. Default: the first that the case has."
+)
+@click.option(
+    "--json", "json_name", metavar="FILE", help="Write the same as JSON; large arrays are cut there, too."
+)
+def case(case_id: str, dtype: str | None, json_name: str | None) -> int:
+    """Print one case: why it exists, its mask, inputs and stages.
+
+    Stages are the exact answer in float64 for these inputs. Large arrays are cut; their shapes are
+    always given. JSON has no NaN and no infinity; they are the strings "nan", "inf" and "-inf".
+    """
+    with _faults_in_one_line():
+        from iha_conformance.report.json_report import open_json
+        from iha_conformance.report.output import Output
+        from iha_conformance.show import describe_case, render
+
+        description = describe_case(case_id, dtype)
+        with open_json(json_name) as file:
+            if file is not None:
+                file.write(description.as_json())
+        output = Output(sys.stdout)
+        output.write(render(description))
+        output.flush()
+    return PASSED

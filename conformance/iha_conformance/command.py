@@ -1,0 +1,157 @@
+"""What `iha run` does, from the names on its command line to the printed report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+
+from iha_conformance.corpus import corpus_sha256, load_cases
+from iha_conformance.errors import CommandError, unknown
+from iha_conformance.report.json_report import as_json, open_json
+from iha_conformance.report.terminal import ProgressBar, print_report
+from iha_conformance.runner import TargetReport, run_suite
+from iha_conformance.selection import Filters, select
+from iha_conformance.targets.backends import (
+    ARRAY_API,
+    BACKENDS,
+    canonical_name,
+    has_devices,
+    known_targets,
+    missing_module,
+)
+from iha_conformance.targets.callables import split_name
+from iha_conformance.targets.messages import Launch
+from iha_conformance.targets.process import ProcessTarget
+from iha_core import SPEC_VERSION
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `iha run`."""
+
+    backends: tuple[str, ...] = ()
+    callables: tuple[str, ...] = ()
+    device: str | None = None
+    filters: Filters = dataclasses.field(default_factory=Filters)
+    timeout: float = 60.0
+    json_name: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to launch, and a line for each backend that is left out though nobody said so."""
+
+    launches: tuple[Launch, ...]
+    absent: tuple[str, ...]
+
+
+def run_command(options: Options) -> bool:
+    """Run the suite, write and print the report; returns whether every executed case passed.
+
+    Raises:
+        CommandError: something asked for does not exist, or nothing was executed.
+        TargetUnavailable: a target cannot be launched.
+        HarnessError: the kit failed.
+    """
+    if math.isnan(options.timeout):
+        raise CommandError("--timeout: expected a number of seconds, got nan")
+    pairs = select(load_cases(), options.filters)
+    plan = plan_targets(options.backends, options.callables, options.device)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_json(options.json_name))
+        targets = []
+        for launch in plan.launches:  # all at once, so that their imports overlap
+            target = ProcessTarget(launch, timeout=options.timeout)
+            stack.callback(target.close)
+            targets.append(target)
+        progress = stack.enter_context(
+            ProgressBar(sys.stderr, [launch.name for launch in plan.launches], len(pairs))
+        )
+        reports = run_suite(targets, pairs, on_row=progress.on_row)
+        fault = nothing_executed(reports, options.callables)
+        if file is not None:  # before anything is printed: a reader that leaves must not cost the report
+            file.write(
+                as_json(reports, options.filters, spec_version=SPEC_VERSION, corpus_sha256=corpus_sha256())
+            )
+    print_report(
+        sys.stdout, reports, options.filters, spec_version=SPEC_VERSION, absent=plan.absent, fault=fault
+    )
+    if any(report.summary.failed for report in reports):
+        return False
+    if fault is not None:
+        raise CommandError(fault)
+    return True
+
+
+def nothing_executed(reports: Sequence[TargetReport], callables: Sequence[str]) -> str | None:
+    """Why a run says nothing: nothing was executed, by any target or by one of the callables."""
+    idle = [report.info.name for report in reports if not report.summary.executed]
+    if len(idle) == len(reports):
+        return "expected at least one executed case, got 0: all were refused or do not apply"
+    for name in idle:
+        if name in callables:
+            return f"target {name!r}: expected at least one executed case, got 0"
+    return None
+
+
+def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str | None) -> Plan:
+    """Names on the command line as targets to launch.
+
+    A backend that is asked for by name must be installed; one that is merely among the known ones
+    is left out with a line that says so.
+    """
+    if device is not None and callables and not backends:
+        raise CommandError(
+            f"--device: expected a backend that it applies to, got only callables for {device!r}"
+        )
+    absent: list[str] = []
+    names: list[str] = []
+    if not backends and not callables:
+        names += _installed(known_targets(), device, absent)
+        if not names:
+            raise CommandError(
+                "expected an installed backend or a --target, found none: " + "; ".join(absent)
+            )
+    for asked in backends:
+        name = canonical_name(asked)
+        backend, colon, namespace = name.partition(":")
+        if backend not in BACKENDS or (colon and (backend != ARRAY_API or not namespace)):
+            raise unknown("--backend", asked, (*BACKENDS, *known_targets()))
+        if name == ARRAY_API:
+            of_standard = [known for known in known_targets() if known.startswith(ARRAY_API + ":")]
+            found = _installed(of_standard, device, absent)
+            if not found:
+                raise CommandError(
+                    "--backend array-api: expected an installed namespace, found none: " + "; ".join(absent)
+                )
+            names += found
+            continue
+        module = missing_module(name)
+        if module is not None:
+            raise CommandError(
+                f"--backend: expected {asked!r} to be installed, found no module named {module!r}"
+            )
+        names.append(name)
+    launches = [Launch(kind="backend", name=name, device=device) for name in dict.fromkeys(names)]
+    for name in dict.fromkeys(callables):
+        split_name(name)
+        launches.append(Launch(kind="callable", name=name, directory=os.getcwd()))
+    return Plan(tuple(launches), tuple(absent))
+
+
+def _installed(names: Sequence[str], device: str | None, absent: list[str]) -> list[str]:
+    """The names of what is installed and has the device; a line in `absent` for each other one."""
+    found = []
+    for name in names:
+        module = missing_module(name)
+        if module is not None:
+            absent.append(f"SKIPPED {name}: not installed, no module named {module!r}")
+        elif device not in (None, "cpu") and not has_devices(name):
+            absent.append(f"SKIPPED {name}: it has no device {device!r}")
+        else:
+            found.append(name)
+    return found

@@ -1,0 +1,112 @@
+"""From a result to a verdict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from iha_conformance.corpus.cases import Case
+from iha_conformance.judge.comparator import Comparison, compare
+from iha_conformance.judge.expectation import Expectation
+from iha_conformance.protocol import Result, Verdict
+from iha_core.bounds import Companion
+from iha_core.reference import STAGES
+
+
+def judge(case: Case, dtype: str, expectation: Expectation | None, result: Result) -> Verdict:
+    """Say what a result is worth.
+
+    Args:
+        case: the case that was run.
+        dtype: the storage dtype it was run in.
+        expectation: what `expect` says of it.
+        result: what the target gave.
+
+    Returns:
+        The verdict. Its stage is the first one that is wrong, in the order of SPEC.md chapter 4, so that a
+        fault is named where it starts; its ratio is the worst of all that was compared.
+    """
+    if result.kind == "refused":
+        return Verdict(status="refused", reason=result.reason)
+    if result.kind == "not_applicable":
+        return Verdict(status="not_applicable", reason=result.reason)
+    if case.invalid is not None:
+        return _refusal(case, result)
+    if result.kind == "failed":
+        return Verdict(status="failed", reason=f"{result.failure}: {result.reason}")
+    assert expectation is not None  # only cases of bad input have none
+    return _values(dtype, expectation, result)
+
+
+def _values(dtype: str, expectation: Expectation, result: Result) -> Verdict:
+    unknown = sorted(set(result.arrays) - set(STAGES))
+    if unknown:
+        return Verdict(
+            status="failed",
+            reason=f"unknown stage {unknown[0]!r}: expected names among {', '.join(STAGES)}",
+        )
+    if "output" not in result.arrays:
+        return Verdict(status="failed", stage="output", reason="missing: no `output` among the results")
+    ratios: list[float | None] = []
+    first: tuple[str, Comparison] | None = None
+    for stage, comparison in _comparisons(dtype, expectation, result):
+        ratios.append(comparison.ratio)
+        if first is None and not comparison.passed:
+            first = stage, comparison
+    finite = [ratio for ratio in ratios if ratio is not None]
+    worst = max(finite) if len(finite) == len(ratios) else None
+    if first is not None:
+        return Verdict(status="failed", ratio=worst, stage=first[0], reason=first[1].reason)
+    note = "second run differs in bits" if result.repeatable is False else None
+    return Verdict(status="passed", ratio=worst, reason=note)
+
+
+def _comparisons(
+    dtype: str, expectation: Expectation, result: Result
+) -> Iterator[tuple[str, Comparison]]:
+    limits = expectation.limits
+    for stage in STAGES:
+        if stage in result.arrays and stage in limits.limits:
+            found = result.arrays[stage]
+            yield stage, compare(stage, found, limits.stages[stage], limits.limits[stage], storage=dtype)
+    output = result.arrays["output"]
+    if getattr(output, "shape", None) == limits.stages["output"].shape:
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.asarray(output).astype(np.float64) - limits.stages["output"]
+        if np.all(np.isfinite(error)):
+            for companion in limits.companions:
+                yield "output", _companion(companion, error)
+
+
+def _companion(companion: Companion, error: NDArray[np.float64]) -> Comparison:
+    measured = companion.measure(error)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(measured > 0, measured / companion.limit, 0.0)
+    worst = float(np.max(ratio))
+    if worst <= 1:
+        return Comparison(True, worst)
+    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    where = f"[b={int(index[0])}, h={int(index[1])}]" if index else ""
+    reason = (
+        f"`output` {companion.kind} of the error{where}: {measured[index]:.2g} is {worst:.3g} x its limit"
+        f" {companion.limit[index]:.2g}; every element may be within its own"
+    )
+    return Comparison(False, worst if np.isfinite(worst) else None, reason)
+
+
+def _refusal(case: Case, result: Result) -> Verdict:
+    """Judge a case of bad input: the right class of error, and the argument by name ([ERR-1])."""
+    assert case.invalid is not None
+    error, argument = case.invalid.error, case.invalid.argument
+    expected = f"expected a {error} that names `{argument}`"
+    if result.kind != "failed":
+        return Verdict(status="failed", reason=f"{expected}, but the input was accepted")
+    found = f"{result.failure}: {result.reason}"
+    if result.failure != "raised" or error not in result.error_types:
+        return Verdict(status="failed", reason=f"{expected}, got {found}")
+    if not re.search(rf"(?<![A-Za-z0-9_]){re.escape(argument)}(?![A-Za-z0-9_])", result.reason or ""):
+        return Verdict(status="failed", reason=f"{expected}, got {found}")
+    return Verdict(status="passed")

@@ -1,0 +1,127 @@
+"""What the runner, the targets and the judge say to each other.
+
+A target is anything that can be held to the specification: a backend of this project, a Python
+callable, and later a command or a folder of results. The runner knows only this protocol and never
+asks which kind it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Storage dtypes of the suite, in the order of reports."""
+
+Inputs = Mapping[str, Any]
+"""Arguments of `attention` by name: numpy arrays, and query_offset as an int or int64 array (B,)."""
+
+ResultKind = Literal["arrays", "refused", "not_applicable", "failed"]
+FailureKind = Literal["raised", "crashed", "hung", "wrong shape", "missing"]
+Status = Literal["passed", "failed", "skipped", "refused", "not_applicable"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """Who is being judged; the first part of a report."""
+
+    name: str
+    framework: str
+    version: str
+    device: str
+    precision: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call to make.
+
+    Attributes:
+        case_id: permanent id of the case.
+        dtype: storage dtype, one of `DTYPES`.
+        operation: what to compute; "attention" is the only one so far.
+        inputs: arguments by name, only those that the case has, in the case's dtype.
+        config: all fields of the configuration (for a case of bad input, possibly not allowed ones).
+        wanted: names of the stages that the judge can use; "output" is always among them.
+        layout: how the arrays lie in memory when the target sees them (`corpus.layouts`).
+        capability: what a target must declare to be given this job, or None.
+    """
+
+    case_id: str
+    dtype: str
+    inputs: Inputs
+    config: Mapping[str, Any]
+    operation: str = "attention"
+    wanted: tuple[str, ...] = ("output",)
+    layout: str = "contiguous"
+    capability: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a job.
+
+    Attributes:
+        kind: "arrays", or why there are none.
+        arrays: stages by name, `output` among them, where kind is "arrays".
+        failure: kind of failure, where kind is "failed".
+        reason: one line for people; for a failure, what was raised or seen.
+        error_types: names of the classes of the exception raised, most derived first.
+        kernel: which computation ran, in the target's words.
+        repeatable: whether a second run gave the same bits; None where it was not tried.
+        rerun: what the second run gave, where its bits differ; it is judged as well.
+        seconds: wall time of the first run.
+    """
+
+    case_id: str
+    dtype: str
+    kind: ResultKind
+    arrays: Mapping[str, np.ndarray[Any, Any]] = dataclasses.field(default_factory=dict)
+    failure: FailureKind | None = None
+    reason: str | None = None
+    error_types: tuple[str, ...] = ()
+    kernel: str | None = None
+    repeatable: bool | None = None
+    rerun: Mapping[str, np.ndarray[Any, Any]] | None = None
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The judge's word on one result.
+
+    Attributes:
+        ratio: worst error divided by its limit; None where that is not a finite number.
+        stage: first stage (or companion) over its limit, None where all are within.
+        reason: one line: why it failed, was skipped or refused, or what is worth knowing.
+    """
+
+    status: Status
+    ratio: float | None = None
+    stage: str | None = None
+    reason: str | None = None
+
+
+class Target(Protocol):
+    """Something that can be held to the specification."""
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[Result]:
+        """Carry out the jobs in order; one result each, whatever happens to the target."""
+        ...
+
+    def close(self) -> None:
+        """End what was started for this target."""
+        ...
+
+
+class TargetUnavailable(Exception):  # noqa: N818 - a state, like KeyboardInterrupt
+    """A target cannot be launched: not installed, not importable, no such device."""

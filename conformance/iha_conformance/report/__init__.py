@@ -1,0 +1,1 @@
+"""Reports of a run: JSON for machines, a table for people."""

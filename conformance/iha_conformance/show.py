@@ -1,0 +1,191 @@
+"""What `iha case ID` shows: one case in full, for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from iha_conformance.corpus import Case, build_inputs, load_cases
+from iha_conformance.errors import CommandError, unknown
+from iha_conformance.judge import expect
+from iha_conformance.protocol import DTYPES
+from iha_conformance.selection import find
+from iha_core import STAGES, AttentionConfig, validate
+from iha_core.reference import token_indices, visibility
+
+MASK_ROWS, MASK_COLUMNS = 64, 96
+"""Part of a mask that is drawn."""
+
+MAX_PRINTED = 64
+"""Elements of an array up to which all are printed."""
+
+MAX_JSON = 4096
+"""Elements of an array up to which all are in the JSON."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """A case in one dtype; mask and stages are None for a case of bad input."""
+
+    case: Case
+    dtype: str
+    inputs: Mapping[str, Any]
+    mask: np.ndarray[Any, Any] | None
+    stages: Mapping[str, np.ndarray[Any, Any]] | None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain JSON values."""
+        case = self.case
+        invalid = case.invalid
+        return {
+            "id": case.id,
+            "family": case.family,
+            "why": case.why,
+            "requirements": list(case.requirements),
+            "flags": sorted(case.flags),
+            "sizes": dict(case.sizes),
+            "config": _plain(dict(case.config)),
+            "layout": case.layout,
+            "dtypes": list(case.dtypes),
+            "capability": case.capability,
+            "invalid": None if invalid is None else {"error": invalid.error, "argument": invalid.argument},
+            "dtype": self.dtype,
+            "inputs": {name: _value(value) for name, value in self.inputs.items()},
+            "mask": None if self.mask is None else _value(self.mask.astype(np.int64)),
+            "stages": None
+            if self.stages is None
+            else {name: _value(array) for name, array in self.stages.items()},
+        }
+
+
+def describe_case(name: str, dtype: str | None) -> Description:
+    """Look up a case and compute what is known about it.
+
+    Raises:
+        CommandError: no such case, no such dtype, or the case does not have that dtype.
+    """
+    case = find(load_cases(), name, option="ID")
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown("--dtype", dtype, DTYPES)
+    if dtype is not None and dtype not in case.dtypes:
+        raise CommandError(
+            f"--dtype: expected a dtype of case {name!r}, {' or '.join(case.dtypes)}, got {dtype!r}"
+        )
+    chosen = dtype or case.dtypes[0]
+    inputs = build_inputs(case, chosen)
+    if case.invalid is not None:
+        return Description(case=case, dtype=chosen, inputs=inputs, mask=None, stages=None)
+    expectation = expect(case, chosen, inputs)
+    assert expectation is not None  # only cases of bad input have none
+    stages = expectation.stages
+    ordered = {stage: stages[stage] for stage in STAGES if stage in stages}
+    return Description(case=case, dtype=chosen, inputs=inputs, mask=_mask(case, inputs), stages=ordered)
+
+
+def render(description: Description) -> str:
+    """The description as text."""
+    case = description.case
+    sections = [_head(case, description.dtype)]
+    if description.mask is not None:
+        sections.append(_draw_mask(description.mask, case.sizes.get("P", 1)))
+    sections.append("Inputs\n" + "\n".join(_show(name, value) for name, value in description.inputs.items()))
+    if description.stages is not None:
+        shown = "\n".join(_show(name, array) for name, array in description.stages.items())
+        sections.append("Stages (exact answer in float64)\n" + shown)
+    return "\n\n".join(sections) + "\n"
+
+
+def _mask(case: Case, inputs: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    config = AttentionConfig.from_dict(dict(case.config))
+    dims = validate(**inputs, config=config)
+    query_index, key_index = token_indices(dims, inputs.get("query_offset"))
+    masks = {name: inputs.get(name) for name in ("key_mask", "segment_ids", "kv_segment_ids")}
+    return visibility(query_index, key_index, dims, config, **masks)
+
+
+def _head(case: Case, dtype: str) -> str:
+    lines = {
+        "family": case.family,
+        "why": case.why,
+        "requirements": " ".join(f"[{name.strip('[]')}]" for name in case.requirements),
+        "flags": ", ".join(sorted(case.flags)) or "none",
+        "sizes": ", ".join(f"{letter}={size}" for letter, size in case.sizes.items()),
+        "config": ", ".join(f"{field}={value!r}" for field, value in case.config.items()),
+        "layout": case.layout,
+        "dtypes": ", ".join(case.dtypes) + f" (shown: {dtype})",
+    }
+    if case.invalid is not None:
+        lines["must raise"] = f"{case.invalid.error} that names {case.invalid.argument!r}"
+    width = max(map(len, lines))
+    return "\n".join([f"Case {case.id}", *(f"  {name:<{width}}  {text}" for name, text in lines.items())])
+
+
+def _draw_mask(mask: np.ndarray[Any, Any], P: int) -> str:
+    """Rows are virtual queries, columns virtual keys, 1 is visible; tokens are set apart by spaces."""
+    B, T, S = mask.shape
+    lines = [f"Mask: rows are the {T} virtual queries, columns the {S} virtual keys; 1 = visible"]
+    drawn: list[int] = []
+    for b in range(B):
+        if drawn and np.array_equal(mask[b], mask[drawn[0]]):
+            continue
+        drawn.append(b)
+        lines.append(f"  batch element {b}" + (" (and all that are not shown)" if b == 0 and B > 1 else ""))
+        for row in mask[b, :MASK_ROWS, :MASK_COLUMNS]:
+            marks = ["1" if seen else "." for seen in row]
+            tokens = ["".join(marks[i : i + P]) for i in range(0, len(marks), P)]
+            lines.append("    " + " ".join(tokens) + (" ..." if S > MASK_COLUMNS else ""))
+        if T > MASK_ROWS:
+            lines.append(f"    ... {T - MASK_ROWS} more rows")
+    return "\n".join(lines)
+
+
+def _show(name: str, value: Any) -> str:
+    if not isinstance(value, np.ndarray):
+        return f"  {name} = {value!r}"
+    head = f"  {name} {value.dtype.name} ({', '.join(map(str, value.shape))})"
+    if value.size == 0:
+        return head + " empty"
+    # bfloat16 prints as numbers only after widening, which is exact.
+    array = value.astype(np.float64) if value.dtype.name == "bfloat16" else value
+    body = np.array2string(
+        array,
+        threshold=MAX_PRINTED,
+        edgeitems=3 if array.ndim < 3 else 1,
+        max_line_width=110,
+        formatter={"float_kind": lambda number: f"{number:>12.6g}"},
+    )
+    return head + "\n" + "\n".join("    " + line for line in body.splitlines() if line.strip())
+
+
+def _value(value: Any) -> Any:
+    """An input or stage as JSON; an array is an object with its shape, dtype and elements."""
+    if not isinstance(value, np.ndarray):
+        return _plain(value)
+    flat = value.ravel()
+    if value.dtype.name == "bfloat16":
+        flat = flat.astype(np.float64)
+    cut = value.size > MAX_JSON
+    elements = flat[:MAX_JSON].tolist()
+    return {
+        "dtype": value.dtype.name,
+        "shape": list(value.shape),
+        "cut": cut,
+        "values": [_plain(element) for element in elements],
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; NaN and infinities as strings, anything unknown as its repr."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(item) for item in value]
+    return repr(value)

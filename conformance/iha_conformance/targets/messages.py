@@ -1,0 +1,95 @@
+"""What parent and worker process send each other, and how errors are put into one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from iha_conformance.protocol import Inputs, TargetInfo
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+MAX_REASON = 500
+"""Characters of a reason; some frameworks put whole traces into their messages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """First message to a worker: which target to load.
+
+    Attributes:
+        kind: which module of `targets` knows the target.
+        name: name of the target in reports: "torch", "array-api:numpy", "module:callable".
+        device: device asked for, None for the default one.
+        directory: working directory of the user; on the import path of callables.
+    """
+
+    kind: Literal["backend", "callable"]
+    name: str
+    device: str | None = None
+    directory: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """Answer to `Launch`: the target is loaded."""
+
+    info: TargetInfo
+    capabilities: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unavailable:
+    """Answer to `Launch`: the target cannot be loaded, and why."""
+
+    reason: str
+
+
+class Adapter(Protocol):
+    """One loaded target, inside its worker process.
+
+    `detailed` returns all the stages that the target offers and the name of the computation that
+    ran; `plain` calls the target as its users do. A target without that distinction does the same
+    thing twice. Either may raise anything; `RefusedError` means the job counts as skipped.
+    """
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, str | None]: ...
+
+    def plain(self, inputs: Inputs, config: dict[str, Any]) -> Arrays: ...
+
+
+class RefusedError(Exception):
+    """The target does not offer what the job asks for."""
+
+
+class OutputMissingError(Exception):
+    """The target returned, but not the arrays that it has to return."""
+
+
+def one_line(text: str) -> str:
+    """The text without line breaks and unprintable characters, cut to a readable length."""
+    joined = " ".join("".join(c if c.isprintable() or c.isspace() else "?" for c in text).split())
+    return joined if len(joined) <= MAX_REASON else joined[: MAX_REASON - 3] + "..."
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line, "TypeError: what it says"; never raises itself."""
+    name = type(error).__name__
+    try:
+        text = one_line(str(error))
+    except Exception:
+        text = "(its message cannot be printed)"
+    return f"{name}: {text}" if text else name
+
+
+def class_names(error: BaseException) -> tuple[str, ...]:
+    """Names of the error's classes, most derived first, `object` left out."""
+    return tuple(cls.__name__ for cls in type(error).__mro__[:-1])
