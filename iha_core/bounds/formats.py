@@ -61,7 +61,7 @@ class Format:
         """Distance between neighbouring numbers of the format at |x|: one ulp."""
         exponent = np.frexp(x)[1] - 1
         exponent = np.where(x == 0, self.min_exponent, np.maximum(exponent, self.min_exponent))
-        return np.ldexp(1.0, exponent - (self.bits - 1))
+        return np.asarray(np.ldexp(1.0, exponent - (self.bits - 1)))
 
     def represents(self, x: Array) -> NDArray[np.bool_]:
         """Whether x is a number of the format that every implementation keeps."""

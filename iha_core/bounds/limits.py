@@ -13,6 +13,7 @@ from iha_core.bounds.formats import Arithmetic, Array, Format, arithmetic, toler
 from iha_core.config import AttentionConfig
 from iha_core.reference import (
     attention_stages,
+    collapse_heads,
     rope_angles,
     rope_frequencies,
     softmax,
@@ -197,7 +198,7 @@ def derive_limits(
             limits["lse"] = _limit(lse, lse_error, np.abs(lse), rules.accumulator, rules)
 
         # Magnitude of everything that made an output: sum |R| sum |a| |mixed_v|.
-        magnitude = worst.collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
+        magnitude = collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
         limits["output"] = _limit(output.value, output.error, magnitude, rules.storage, rules)
         companions: tuple[Companion, ...] = ()
         if random and output.value.size:
@@ -235,7 +236,7 @@ def _floor(value: Array, magnitude: Array, storage: Format, rules: Arithmetic) -
 
 def _limit(value: Array, error: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
     factor = tolerances()["limits"]["worst"] * _reference_share(rules)
-    return np.maximum(_floor(value, magnitude, storage, rules), factor * error)
+    return np.asarray(np.maximum(_floor(value, magnitude, storage, rules), factor * error))
 
 
 def _companions(

@@ -97,10 +97,11 @@ def element_variance(chain: Chain) -> Array:
     key_mean = through_logits @ keys  # (B, H, T, d)
     jacobian = chain.scale * (value_key - centre[..., None] * key_mean[..., None, :])  # (B, H, T, e, d)
     per_virtual = np.zeros((B, H, T, e))
-    mixed, added = (np.moveaxis(x, 2, 1) for x in _side_variance(chain, chain.q))
-    unrotated = _rotate_back(jacobian, chain.q.angles, chain.config.rope_pairing, extra_axis=True)
-    per_virtual += np.einsum("bhted,bhtd->bhte", unrotated**2, mixed)
-    per_virtual += np.einsum("bhted,bhtd->bhte", jacobian**2, added)
+    by_row = np.moveaxis(jacobian, 1, 2)  # (B, T, H, e, d)
+    mixed, added = _side_variance(chain, chain.q)
+    unrotated = _rotate_back(by_row, chain.q.angles, chain.config.rope_pairing)
+    of_query = np.einsum("bthed,bthd->bhte", unrotated**2, mixed)
+    per_virtual += of_query + np.einsum("bthed,bthd->bhte", by_row**2, added)
     logit_variance = _own_variance(chain.logits)
     a2l = through_logits**2 * np.where(weights != 0, logit_variance, 0.0)
     per_virtual += a2l @ values**2 - 2 * centre * (a2l @ values) + centre**2 * a2l.sum(-1, keepdims=True)
@@ -108,7 +109,7 @@ def element_variance(chain: Chain) -> Array:
     per_virtual += np.moveaxis(_own_variance(chain.virtual_out), 2, 1)
     by_token = per_virtual.reshape(B, H, N, P, e)
     total = np.einsum("bhnpe,ihp->bnie", by_token, R**2) + _own_variance(chain.output)
-    for adjoint, variance in _table_errors(chain, chain.q, np.moveaxis(jacobian, 1, 2)):  # (B, T, H, e, d/2)
+    for adjoint, variance in _table_errors(chain, chain.q, by_row):  # (B, T, H, e, d/2)
         reaching = np.einsum("bnphej,ihp->bnpiej", adjoint.reshape(B, N, P, H, e, -1), R)
         reaching = reaching.reshape(B, T, H, e, -1)
         reaching, variance = _per_entry(chain, reaching, variance)
@@ -121,7 +122,6 @@ def element_variance(chain: Chain) -> Array:
     reach = np.einsum("bhnps,ihp->bnihs", a, R)
     total += np.einsum("bnihs,bshe->bnie", reach**2, _own_variance(chain.v))
     mixed, added = _side_variance(chain, chain.k)  # (B, S, H, d)
-    key_variance = np.moveaxis(_rotated_variance(mixed, chain.k, chain.config) + added, 2, 1)
     t = through_logits.reshape(B, H, N, P, S)
     queries, centre = queries.reshape(B, H, N, P, d), centre.reshape(B, H, N, P, e)
     for i in range(H):
@@ -132,9 +132,11 @@ def element_variance(chain: Chain) -> Array:
                 "bnps,bnpd,bnpe,p->bnsde", t[:, h], queries[:, h], centre[:, h], R[i, h], optimize=True
             )
             moved = chain.scale * (aq[..., None] * values[:, None, h, :, None, :] - aqo)  # (B, N, S, d, e)
-            total[:, :, i] += np.einsum("bnsde,bsd->bne", moved**2, key_variance[:, h])
             gradient = np.einsum("bnsde->bsned", moved)[:, :, None]  # (B, S, 1, N, e, d)
-            of_head = _table_errors(chain, chain.k, gradient, head=h)
+            unrotated = _rotate_back(gradient, chain.k.angles, chain.config.rope_pairing)
+            total[:, :, i] += np.einsum("bsned,bsd->bne", unrotated[:, :, 0] ** 2, mixed[:, :, h])
+            total[:, :, i] += np.einsum("bsned,bsd->bne", gradient[:, :, 0] ** 2, added[:, :, h])
+            of_head = _table_errors(chain, chain.k, gradient, head=int(h))
             tables = (
                 [(sofar + new, v) for (sofar, v), (new, _) in zip(tables, of_head, strict=True)]
                 if tables
@@ -144,7 +146,7 @@ def element_variance(chain: Chain) -> Array:
             adjoint, variance = _per_entry(chain, adjoint[:, :, 0], variance)  # (B, S or M, N, e, d/2)
             variance = np.broadcast_to(variance, (B, *variance.shape[1:]))
             total[:, :, i] += np.einsum("bsnej,bsj->bne", adjoint**2, variance)
-    return total
+    return np.asarray(total)
 
 
 def functional_variance(chain: Chain, w: Array, *, per_batch: bool) -> Array:
@@ -163,7 +165,7 @@ def functional_variance(chain: Chain, w: Array, *, per_batch: bool) -> Array:
 
     def gather(contribution: Array) -> Array:
         summed = contribution.reshape(B, -1).sum(axis=1)
-        return summed if per_batch else summed.sum(axis=0)
+        return np.asarray(summed if per_batch else summed.sum(axis=0))
 
     total = gather(w**2 * _own_variance(chain.output))
     to_virtual = np.einsum("bnie,ihp->bnphe", w, R).reshape(B, T, H, e)
@@ -236,27 +238,11 @@ def _per_entry(chain: Chain, adjoint: Array, variance: Array) -> tuple[Array, Ar
     return adjoint.reshape(B, T // P, P, *adjoint.shape[2:]).sum(axis=2), variance[:, ::P]
 
 
-def _rotated_variance(variance: Array, side: Side, config: AttentionConfig) -> Array:
-    """Variance of every lane after the rotation of independent lanes."""
-    if side.angles is None:
-        return variance
-    first, second = lane_pairs(variance.shape[-1], config.rope_pairing)
-    cosine2, sine2 = np.cos(side.angles) ** 2, np.sin(side.angles) ** 2
-    out = np.empty_like(variance)
-    out[..., first] = cosine2 * variance[..., first] + sine2 * variance[..., second]
-    out[..., second] = cosine2 * variance[..., second] + sine2 * variance[..., first]
-    return out
-
-
-def _rotate_back(gradient: Array, angles: Array | None, pairing: str, *, extra_axis: bool = False) -> Array:
-    """Adjoint of the rotation: by the opposite angle.
-
-    gradient is (B, T, H, d), or (B, H, T, e, d) with `extra_axis`.
-    """
+def _rotate_back(gradient: Array, angles: Array | None, pairing: str) -> Array:
+    """Adjoint of the rotation: by the opposite angle. gradient is (B, T, H, ..., d)."""
     if angles is None:
         return gradient
-    if extra_axis:
-        angles = np.moveaxis(angles, 2, 1)[..., None, :]  # (B or 1, 1, T, 1, d/2)
+    angles = angles.reshape(*angles.shape[:3], *[1] * (gradient.ndim - 4), angles.shape[-1])
     first, second = lane_pairs(gradient.shape[-1], pairing)
     cosine, sine = np.cos(angles), np.sin(angles)
     back = np.empty_like(gradient)

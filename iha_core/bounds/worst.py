@@ -303,7 +303,7 @@ def log_sum(l: Quantity, lse: Array, weights: Weights, visible: Booleans, arithm
     uncertain = np.log1p(np.sum(weights.value * np.expm1(_capped(weights.logit_error)), axis=-1))
     largest = np.max(np.where(visible, np.abs(l.value), 0.0), axis=-1, initial=0.0)
     finite = np.where(np.isfinite(lse), np.abs(lse), 0.0)
-    return uncertain + arithmetic.A * (count + constants["exponential"] + 2 * largest + finite)
+    return np.asarray(uncertain + arithmetic.A * (count + constants["exponential"] + 2 * largest + finite))
 
 
 def weighted_sum(
@@ -317,7 +317,8 @@ def weighted_sum(
     constants = tolerances()["operations"]
     B, H, T, S = weights.value.shape
     e = value.shape[-1]
-    v_value, v_error, v_grid = (np.swapaxes(x, 1, 2) for x in (v.value, v.error, v.grid()))  # (B, H, S, e)
+    v_value, v_error = np.swapaxes(v.value, 1, 2), np.swapaxes(v.error, 1, 2)  # (B, H, S, e)
+    v_grid = np.swapaxes(v.grid(), 1, 2)
     # A NaN or infinity adds nothing where it is hidden, and where it is seen there is no limit.
     v_error = np.where(np.isfinite(v_value), v_error, 0.0)
     v_value = np.where(np.isfinite(v_value), v_value, 0.0)
@@ -340,7 +341,7 @@ def weighted_sum(
         np.min(weight_grid[:, :, t, :, None] + v_grid, axis=2, out=term_grid[:, :, t])
 
     def over_keys(per_weight: Array, per_value: Array) -> Array:
-        return np.einsum("bhts,bhse->bhte", per_weight, per_value)
+        return np.asarray(np.einsum("bhts,bhse->bhte", per_weight, per_value))
 
     absolute = np.abs(weights.value)
     counted = np.where(weights.negligible, 0.0, weights.magnitude)
@@ -354,9 +355,10 @@ def weighted_sum(
     terms = np.broadcast_to(np.count_nonzero(seen, axis=-1)[..., None], magnitude.shape).astype(np.float64)
     sums = constants["sums_per_weighted_sum"]
     summed = np.where(exact, 0.0, sums * terms * arithmetic.A * over_keys(counted, np.abs(v_value)))
-    summed, propagated, exact, magnitude, terms = (
-        np.swapaxes(x, 1, 2) for x in (summed, propagated, exact, magnitude, terms)
-    )  # (B, T, H, e)
+    exact = np.swapaxes(exact, 1, 2)  # (B, T, H, e), as all that follows
+    summed, propagated, magnitude, terms = (
+        np.swapaxes(x, 1, 2) for x in (summed, propagated, magnitude, terms)
+    )
     incoming = propagated + summed
     stored = rounding(value, incoming, exact, arithmetic)
     return Quantity(
@@ -397,16 +399,16 @@ def as_global(collapse: Array) -> Array:
     """A per-head collapse written as the global one it is ([COL-2]): (H, P) -> (H, H, P)."""
     if collapse.ndim == 3:
         return collapse
-    return np.eye(len(collapse))[:, :, None] * collapse[None]
+    return np.asarray(np.eye(len(collapse))[:, :, None] * collapse[None])
 
 
 def _nonzero(x: Array) -> Array:
-    return (x != 0).astype(np.float64)
+    return np.asarray((x != 0), dtype=np.float64)
 
 
 def _capped(error: Any) -> Array:
     """Keep e**error finite; beyond this the hull of the values is the bound."""
-    return np.minimum(error, 700.0)
+    return np.asarray(np.minimum(error, 700.0))
 
 
 def _root_is_power_of_two(scale: float) -> bool:

@@ -10,7 +10,6 @@ Letters are those of SPEC.md; `s` is a virtual key index m*P + p'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray

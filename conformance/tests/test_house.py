@@ -1,0 +1,142 @@
+"""The order of the house: who imports whom, what may be named how, what has to agree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import iha_core
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "iha_core": ROOT / "iha_core",
+    "iha_torch": ROOT / "backends" / "iha_torch",
+    "iha_array_api": ROOT / "backends" / "iha_array_api",
+    "iha_conformance": ROOT / "conformance" / "iha_conformance",
+}
+MAY_IMPORT = {
+    "iha_core": {"iha_core", "numpy"},
+    "iha_torch": {"iha_core", "iha_torch", "torch"},
+    "iha_array_api": {"iha_core", "iha_array_api", "array_api_compat", "numpy"},
+    "iha_conformance": {
+        "iha_core",
+        "iha_conformance",
+        "array_api_compat",
+        "click",
+        "ml_dtypes",
+        "numpy",
+        "rich",
+        "torch",
+    },
+}
+SHARED_WITH_BACKENDS = {"iha_core.config", "iha_core.errors", "iha_core.validation"}
+
+
+def _imports(package: str) -> Iterator[tuple[Path, str]]:
+    """Every module that a package imports, with the file that does."""
+    for path in PACKAGES[package].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield path, alias.name
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield path, node.module
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names)
+    for path, module in _imports(package):
+        assert module.partition(".")[0] in allowed, f"{path} imports {module}"
+
+
+@pytest.mark.parametrize("package", ["iha_torch", "iha_array_api"])
+def test_backends_never_use_the_reference(package: str) -> None:
+    for path, module in _imports(package):
+        if module.startswith("iha_core"):
+            assert module in SHARED_WITH_BACKENDS, f"{path} imports {module}"
+
+
+def test_backends_have_the_same_files() -> None:
+    names = [{path.name for path in PACKAGES[name].iterdir() if path.is_file()} for name in PACKAGES]
+    assert names[1] == names[2]
+
+
+def test_nothing_is_named_like_a_framework() -> None:
+    """Such a folder or module would shadow the framework under test runners."""
+    for path in ROOT.rglob("*"):
+        if ".venv" not in path.parts:
+            assert path.name.removesuffix(".py") not in ("torch", "jax", "mlx"), path
+
+
+def test_the_specification_is_of_the_version_that_the_code_says() -> None:
+    text = (ROOT / "spec" / "SPEC.md").read_text(encoding="utf-8")
+    assert f"**IHA {iha_core.SPEC_VERSION}.**" in text
+    assert f"specification {iha_core.SPEC_VERSION}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {project['version']}\n" in citation
+    assert f"Package {project['version']}," in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_every_pinned_tool_is_one_that_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {*project["dependencies"], *sum(project["optional-dependencies"].values(), [])}
+    names = {re.split(r"[\[>=<]", line)[0].lower().replace("_", "-") for line in asked}
+    names.discard(project["name"])
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
+    assert pinned == names
+
+
+def test_erratum_tests_and_cases_exist() -> None:
+    text = (ROOT / "spec" / "ERRATA.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "conformance/tests").glob("*.py"))
+    for name in re.findall(r"\btest_\w+(?!\w*\.py)", text):
+        assert f"def {name}(" in sources or (ROOT / "conformance/tests" / f"{name}.py").exists(), name
+    cases = (ROOT / "spec" / "cases.toml").read_text(encoding="utf-8")
+    ids = re.findall(r'^id = "(.+)"$', cases, re.MULTILINE)
+    for pattern in re.findall(r"`((?!conformance)[a-z]+/[a-z0-9*-]+)`", text):
+        assert any(re.fullmatch(pattern.replace("*", ".*"), id) for id in ids), pattern
+
+
+def test_importing_the_core_imports_no_more_than_numpy() -> None:
+    script = "import sys, iha_core; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for framework in ("torch", "jax", "mlx", "array_api_compat", "rich", "click", "ml_dtypes", "mpmath"):
+        assert framework not in loaded.stdout.split()
+
+
+@pytest.mark.parametrize(("package", "others"), [("iha_torch", ["array_api_compat"]), ("iha_array_api", ["torch"])])
+def test_importing_one_backend_imports_no_other_framework(package: str, others: list[str]) -> None:
+    pytest.importorskip(package)
+    script = f"import sys, {package}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    for other in others:
+        assert other not in loaded.stdout.split()
+
+
+def test_examples_of_the_readme_run(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    library, port = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    shown = subprocess.run([sys.executable, "-c", library], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "torch.Size([2, 6, 4, 8])"
+    (tmp_path / "port.py").write_text(port, encoding="utf-8")
+    command = [sys.executable, "-m", "iha_conformance", "run", "--target", "port:attention"]
+    run = subprocess.run(
+        [*command, "--dtype", "float32", "--family", "mask"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1
+    assert "mask/virtual-edge" in run.stdout
+    assert "mask/token-edge" not in run.stdout

@@ -1,0 +1,60 @@
+"""Write the support table of README.md from the JSON report of a run.
+
+python conformance/tools/readme_table.py REPORT.json README.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+BEGIN = "<!-- support table: made by `make readme`, do not edit -->"
+END = "<!-- end of support table -->"
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def table(report: dict[str, Any]) -> str:
+    """The table in Markdown: one row a target, one column a dtype."""
+    lines = [
+        f"IHA {report['spec_version']}, corpus `{report['corpus_sha256'][:12]}`: cases passed, worst ratio.",
+        "",
+        "| target | version, device | " + " | ".join(DTYPES) + " | kernels |",
+        "|---" * (len(DTYPES) + 3) + "|",
+    ]
+    for entry in report["targets"]:
+        target = entry["target"]
+        cells = [_cell([row for row in entry["results"] if row["dtype"] == dtype]) for dtype in DTYPES]
+        kernels = Counter(row["kernel"] for row in entry["results"] if row["kernel"])
+        named = ", ".join(f"{kernel} {count}" for kernel, count in kernels.most_common())
+        about = f"{target['framework']} {target['version']}, {target['device']}"
+        lines.append("| " + " | ".join([f"`{target['name']}`", about, *cells, named]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(rows: list[dict[str, Any]]) -> str:
+    executed = [row for row in rows if row["status"] in ("passed", "failed")]
+    if not executed:
+        reasons = sorted({row["reason"] for row in rows if row["reason"]})
+        return reasons[0] if reasons else "not run"
+    passed = sum(row["status"] == "passed" for row in executed)
+    worst = max((row["ratio"] for row in executed if row["ratio"] is not None), default=0.0)
+    return f"{passed} of {len(executed)}, {worst:.2f}"
+
+
+def main() -> None:
+    """Replace what stands between the markers."""
+    report, readme = Path(sys.argv[1]), Path(sys.argv[2])
+    text = readme.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or not after:
+        sys.exit(f"{readme}: expected the lines {BEGIN!r} and {END!r}")
+    made = table(json.loads(report.read_text(encoding="utf-8")))
+    readme.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
