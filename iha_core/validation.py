@@ -81,9 +81,7 @@ def validate(
         ArgumentValueError: a combination or value that is not allowed.
     """
     if not isinstance(config, AttentionConfig):
-        raise ArgumentTypeError(
-            "config", "", expected="an AttentionConfig", found=type(config).__name__
-        )
+        raise ArgumentTypeError("config", "", expected="an AttentionConfig", found=type(config).__name__)
     dims = _validate_floats(q, k, v, alpha_q, alpha_k, alpha_v, collapse)
     if config.rope != "none" and dims.d % 2:
         raise ShapeError(
@@ -131,9 +129,7 @@ def binding_conditions(config: AttentionConfig, dims: Dims, offset: Any) -> tupl
     return "none" if first_sees_last else causal, None if reaches_back and reaches_ahead else window
 
 
-def _validate_floats(
-    q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v: Any, collapse: Any
-) -> Dims:
+def _validate_floats(q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v: Any, collapse: Any) -> Dims:
     B, N, H, d = _sizes("q", q, "B", "N", "H", "d")
     _, M, G, _ = _sizes("k", k, "B", "M", "G", "d")
     _check_shape("k", k, B=B, M=None, G=None, d=d)
@@ -233,9 +229,7 @@ def _rank(argument: str, array: Any) -> int:
 def _sizes(argument: str, array: Any, *letters: str) -> tuple[int, ...]:
     """The sizes of an array, which must have one axis for each letter; only B, N and M may be 0."""
     if _rank(argument, array) != len(letters):
-        raise ShapeError(
-            argument, "shape", expected="(" + ", ".join(letters) + ")", found=str(_shape(array))
-        )
+        raise ShapeError(argument, "shape", expected="(" + ", ".join(letters) + ")", found=str(_shape(array)))
     for letter, size in zip(letters, _shape(array), strict=True):
         if size < 1 and letter not in ("B", "N", "M"):
             raise ShapeError(argument, "shape", expected=f"{letter} >= 1", found=str(_shape(array)))
@@ -250,9 +244,7 @@ def _check_shape(argument: str, array: Any, **sizes: int | None) -> None:
         want is None or want == have for want, have in zip(wanted, _shape(array), strict=True)
     )
     if not fits:
-        legend = [
-            letter.rstrip("_") + ("" if size is None else f"={size}") for letter, size in sizes.items()
-        ]
+        legend = [letter.rstrip("_") + ("" if size is None else f"={size}") for letter, size in sizes.items()]
         trailing = "," if len(legend) == 1 else ""
         raise ShapeError(
             argument, "shape", expected="(" + ", ".join(legend) + trailing + ")", found=str(_shape(array))

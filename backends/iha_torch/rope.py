@@ -31,9 +31,7 @@ def rotation(
     # Metal has no float64: its tables are formed on the host and only then moved.
     position = position.to("cpu" if device.type == "mps" else device, torch.int64)
     spread = virtual if config.rope == "virtual" else repeat_virtual
-    frequency = torch.tensor(
-        config.rope_frequencies(dims.d), dtype=torch.float64, device=position.device
-    )
+    frequency = torch.tensor(config.rope_frequencies(dims.d), dtype=torch.float64, device=position.device)
     angle = spread(position, dims.P)[:, :, None, None] * frequency  # (B or 1, tokens*P, 1, d/2)
     table = torch.promote_types(storage, torch.float32)
     return angle.cos().to(table).to(device), angle.sin().to(table).to(device)

@@ -109,6 +109,7 @@ def iha(context: click.Context) -> None:
     \b
     iha run                          everything that is installed
     iha run --target port:attention  your own function, in ./port.py
+    iha case                         the cases, a line each
     iha case ID                      what a case is, and the answer it expects
     """
     if context.invoked_subcommand is None:
@@ -134,7 +135,7 @@ def iha(context: click.Context) -> None:
     metavar="MODULE:CALLABLE",
     help="A function fn(inputs, config) on NumPy arrays; the working directory is on its import path. It"
     " returns the output, or a dict of stages with 'output' among them, and refuses by raising"
-    " NotImplementedError. Repeatable.",
+    " NotImplementedError. fn.capabilities = {'invalid'} asks for the cases of bad input, too. Repeatable.",
 )
 @click.option("--device", metavar="NAME", help="Device of the backends, such as cuda. Default: cpu.")
 @click.option(
@@ -149,7 +150,8 @@ def iha(context: click.Context) -> None:
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="Time for one case, which is computed twice; after that it fails and its process is ended.",
+    help="Time for one case, which is computed twice; after that it fails and its process is ended. After"
+    " three such cases in a row the target is not run any more and fails the rest.",
 )
 @click.option("--json", "json_name", metavar="FILE", help="Write the report as JSON, whole or not at all.")
 def run(
@@ -189,29 +191,39 @@ def run(
 
 
 @iha.command()
-@click.argument("case_id", metavar="ID")
+@click.argument("case_id", metavar="[ID]", required=False)
 @click.option(
     "--dtype", metavar="NAME", help="Storage dtype of inputs. Default: the first that the case has."
 )
 @click.option(
+    "--family", multiple=True, metavar="NAME", help="Without ID: only cases of this family. Repeatable."
+)
+@click.option(
     "--json", "json_name", metavar="FILE", help="Write the same as JSON; large arrays are cut there, too."
 )
-def case(case_id: str, dtype: str | None, json_name: str | None) -> int:
-    """Print one case: why it exists, its mask, inputs and stages.
+def case(case_id: str | None, dtype: str | None, family: tuple[str, ...], json_name: str | None) -> int:
+    """Print one case: why it exists, its mask, inputs, stages and their limits.
 
-    Stages are the exact answer in float64 for these inputs. Large arrays are cut; their shapes are
-    always given. JSON has no NaN and no infinity; they are the strings "nan", "inf" and "-inf".
+    Without ID: a line for each case, with its flags and why it exists.
+
+    Stages are the exact answer in float64 for these inputs, limits the largest allowed error in the
+    dtype shown. Large arrays are cut; their shapes are always given. JSON has no NaN and no
+    infinity; they are the strings "nan", "inf" and "-inf".
     """
     with _faults_in_one_line():
         from iha_conformance.report.json_report import open_json
         from iha_conformance.report.output import Output
-        from iha_conformance.show import describe_case, render
+        from iha_conformance.show import describe_case, list_cases
 
-        description = describe_case(case_id, dtype)
+        if case_id is None and dtype is not None:
+            raise CommandError(f"--dtype: expected the ID of a case to show, got none for {dtype!r}")
+        if case_id is not None and family:
+            raise CommandError(f"--family: expected no ID beside it, got {case_id!r}")
+        shown = list_cases(family) if case_id is None else describe_case(case_id, dtype)
         with open_json(json_name) as file:
             if file is not None:
-                file.write(description.as_json())
+                file.write(shown.as_json())
         output = Output(sys.stdout)
-        output.write(render(description))
+        output.write(shown.render())
         output.flush()
     return PASSED

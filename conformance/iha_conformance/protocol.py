@@ -16,8 +16,14 @@ import numpy as np
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 """Storage dtypes of the suite, in the order of reports."""
 
+CAPABILITIES = ("invalid", "gradient", "decode", "sharded")
+"""What a target has to declare to be given the cases of it."""
+
 Inputs = Mapping[str, Any]
 """Arguments of `attention` by name: numpy arrays, and query_offset as an int or int64 array (B,)."""
+
+UNDECLARED = "undeclared"
+"""Precision class of a target that cannot be asked for it."""
 
 ResultKind = Literal["arrays", "refused", "not_applicable", "failed"]
 FailureKind = Literal["raised", "crashed", "hung", "wrong shape", "missing"]
@@ -26,7 +32,14 @@ Status = Literal["passed", "failed", "skipped", "refused", "not_applicable"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """Who is being judged; the first part of a report."""
+    """Who is being judged; the first part of a report.
+
+    Attributes:
+        name: name of the target, as on the command line.
+        framework, version: what it computes with.
+        device: where.
+        precision: precision class of its products ([NUM-8]) in force, or `UNDECLARED`.
+    """
 
     name: str
     framework: str

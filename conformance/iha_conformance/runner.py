@@ -46,6 +46,7 @@ class Row:
     reason: str | None
     seconds: float
     requirements: tuple[str, ...] = ()
+    capability: str | None = None
     repeatable: bool | None = None
 
 
@@ -206,6 +207,7 @@ class _Run:
             reason=verdict.reason,
             seconds=result.seconds,
             requirements=tuple(case.requirements),
+            capability=case.capability,
             repeatable=result.repeatable,
         )
         self._rows[target].append(row)

@@ -38,9 +38,7 @@ def select(cases: Sequence[Case], filters: Filters) -> list[tuple[Case, str]]:
     for dtype in filters.dtype:
         if dtype not in DTYPES:
             raise unknown("--dtype", dtype, DTYPES)
-    for family in filters.family:
-        if family not in {case.family for case in cases}:
-            raise unknown("--family", family, (case.family for case in cases))
+    _check_families(cases, filters.family)
     for name in filters.case:
         find(cases, name, option="--case")
     pairs = [
@@ -55,6 +53,23 @@ def select(cases: Sequence[Case], filters: Filters) -> list[tuple[Case, str]]:
     if not pairs:
         raise CommandError(f"expected at least one case to match {filters}, got 0 of {len(cases)}")
     return pairs
+
+
+def of_families(cases: Sequence[Case], families: Sequence[str]) -> list[Case]:
+    """The cases of these families, of all if none is named, in the order of the table.
+
+    Raises:
+        CommandError: an unknown family.
+    """
+    _check_families(cases, families)
+    return [case for case in cases if not families or case.family in families]
+
+
+def _check_families(cases: Sequence[Case], families: Sequence[str]) -> None:
+    known = dict.fromkeys(case.family for case in cases)
+    for family in families:
+        if family not in known:
+            raise unknown("--family", family, known)
 
 
 def find(cases: Sequence[Case], name: str, *, option: str) -> Case:

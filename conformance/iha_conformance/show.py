@@ -1,4 +1,4 @@
-"""What `iha case ID` shows: one case in full, for people and as JSON."""
+"""What `iha case` shows, for people and as JSON: one case in full, or a line for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from iha_conformance.corpus import Case, build_inputs, load_cases
 from iha_conformance.errors import CommandError, unknown
 from iha_conformance.judge import expect
 from iha_conformance.protocol import DTYPES
-from iha_conformance.selection import find
+from iha_conformance.selection import find, of_families
 from iha_core import STAGES, AttentionConfig, validate
 from iha_core.reference import token_indices, visibility
 
@@ -28,14 +28,53 @@ MAX_JSON = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The limits of a stage or companion in short.
+
+    Attributes:
+        smallest, largest: of the finite ones; None where nothing is compared.
+        exact: whether every element has to be right to the last bit.
+    """
+
+    smallest: float | None
+    largest: float | None
+    exact: bool = False
+
+    @classmethod
+    def of(cls, limits: np.ndarray[Any, Any], *, exact: bool = False) -> Range:
+        finite = limits[np.isfinite(limits)]
+        if finite.size == 0:
+            return cls(smallest=None, largest=None)
+        return cls(smallest=float(finite.min()), largest=float(finite.max()), exact=exact)
+
+    def __str__(self) -> str:
+        if self.smallest is None or self.largest is None:
+            return "nothing to compare"
+        if self.exact:
+            return "exact: every element is right to the last bit"
+        if self.smallest == self.largest:
+            return f"limit {self.smallest:.3g}"
+        return f"limit {self.smallest:.3g} to {self.largest:.3g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """A case in one dtype; mask and stages are None for a case of bad input."""
+    """A case in one dtype; what follows from its answer is None for a case of bad input.
+
+    Attributes:
+        mask: which keys each virtual query sees, (B, T, S).
+        stages: the exact answer.
+        limits: by stage.
+        companions: limits on functionals of the output's error, by kind ([NUM-6]).
+    """
 
     case: Case
     dtype: str
     inputs: Mapping[str, Any]
-    mask: np.ndarray[Any, Any] | None
-    stages: Mapping[str, np.ndarray[Any, Any]] | None
+    mask: np.ndarray[Any, Any] | None = None
+    stages: Mapping[str, np.ndarray[Any, Any]] | None = None
+    limits: Mapping[str, Range] | None = None
+    companions: Mapping[str, Range] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""
@@ -59,7 +98,67 @@ class Description:
             "stages": None
             if self.stages is None
             else {name: _value(array) for name, array in self.stages.items()},
+            "limits": _ranges(self.limits),
+            "companions": _ranges(self.companions),
         }
+
+    def render(self) -> str:
+        """All of it as text."""
+        sections = [_head(self.case, self.dtype)]
+        if self.mask is not None:
+            sections.append(_draw_mask(self.mask, self.case.sizes.get("P", 1)))
+        shown = "\n".join(_show(name, value) for name, value in self.inputs.items())
+        sections.append(f"Inputs\n{shown}")
+        if self.stages is not None:
+            limits = self.limits or {}
+            shown = "\n".join(_show(name, array, limits.get(name)) for name, array in self.stages.items())
+            sections.append(f"Stages (exact answer in float64; limits of {self.dtype})\n{shown}")
+        if self.companions:
+            shown = "\n".join(f"  {kind}: {limit}" for kind, limit in self.companions.items())
+            sections.append(f"Limits on the output's error as a whole ({self.dtype}, [NUM-6])\n{shown}")
+        return "\n\n".join(sections) + "\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Cases, a line each."""
+
+    cases: Sequence[Case]
+
+    def as_json(self) -> dict[str, Any]:
+        """Without inputs and answers."""
+        return {
+            "cases": [
+                {
+                    "id": case.id,
+                    "family": case.family,
+                    "flags": sorted(case.flags),
+                    "why": case.why,
+                    "requirements": list(case.requirements),
+                    "dtypes": list(case.dtypes),
+                    "capability": case.capability,
+                }
+                for case in self.cases
+            ]
+        }
+
+    def render(self) -> str:
+        """Id, flags and why, in columns."""
+        flags = [", ".join(sorted(case.flags)) or "-" for case in self.cases]
+        wide, narrow = (max(map(len, texts)) for texts in ([case.id for case in self.cases], flags))
+        return "".join(
+            f"{case.id:<{wide}}  {text:<{narrow}}  {' '.join(case.why.split())}\n"
+            for case, text in zip(self.cases, flags, strict=True)
+        )
+
+
+def list_cases(families: Sequence[str]) -> Listing:
+    """The cases of these families, or all.
+
+    Raises:
+        CommandError: an unknown family.
+    """
+    return Listing(of_families(load_cases(), families))
 
 
 def describe_case(name: str, dtype: str | None) -> Description:
@@ -78,25 +177,22 @@ def describe_case(name: str, dtype: str | None) -> Description:
     chosen = dtype or case.dtypes[0]
     inputs = build_inputs(case, chosen)
     if case.invalid is not None:
-        return Description(case=case, dtype=chosen, inputs=inputs, mask=None, stages=None)
+        return Description(case=case, dtype=chosen, inputs=inputs)
     expectation = expect(case, chosen, inputs)
     assert expectation is not None  # only cases of bad input have none
-    stages = expectation.stages
-    ordered = {stage: stages[stage] for stage in STAGES if stage in stages}
-    return Description(case=case, dtype=chosen, inputs=inputs, mask=_mask(case, inputs), stages=ordered)
-
-
-def render(description: Description) -> str:
-    """The description as text."""
-    case = description.case
-    sections = [_head(case, description.dtype)]
-    if description.mask is not None:
-        sections.append(_draw_mask(description.mask, case.sizes.get("P", 1)))
-    sections.append("Inputs\n" + "\n".join(_show(name, value) for name, value in description.inputs.items()))
-    if description.stages is not None:
-        shown = "\n".join(_show(name, array) for name, array in description.stages.items())
-        sections.append("Stages (exact answer in float64)\n" + shown)
-    return "\n\n".join(sections) + "\n"
+    stages, limits = expectation.stages, expectation.limits
+    return Description(
+        case=case,
+        dtype=chosen,
+        inputs=inputs,
+        mask=_mask(case, inputs),
+        stages={stage: stages[stage] for stage in STAGES if stage in stages},
+        limits={
+            stage: Range.of(array, exact=stage == "output" and bool(limits.exact.all()))
+            for stage, array in limits.limits.items()
+        },
+        companions={companion.kind: Range.of(companion.limit) for companion in limits.companions},
+    )
 
 
 def _mask(case: Case, inputs: Mapping[str, Any]) -> np.ndarray[Any, Any]:
@@ -127,6 +223,9 @@ def _head(case: Case, dtype: str) -> str:
 def _draw_mask(mask: np.ndarray[Any, Any], P: int) -> str:
     """Rows are virtual queries, columns virtual keys, 1 is visible; tokens are set apart by spaces."""
     B, T, S = mask.shape
+    for count, name in ((B, "batch elements"), (T, "queries"), (S, "keys")):
+        if count == 0:
+            return f"Mask: no {name}"
     lines = [f"Mask: rows are the {T} virtual queries, columns the {S} virtual keys; 1 = visible"]
     drawn: list[int] = []
     for b in range(B):
@@ -143,12 +242,14 @@ def _draw_mask(mask: np.ndarray[Any, Any], P: int) -> str:
     return "\n".join(lines)
 
 
-def _show(name: str, value: Any) -> str:
+def _show(name: str, value: Any, limit: Range | None = None) -> str:
     if not isinstance(value, np.ndarray):
         return f"  {name} = {value!r}"
     head = f"  {name} {value.dtype.name} ({', '.join(map(str, value.shape))})"
     if value.size == 0:
         return head + " empty"
+    if limit is not None:
+        head += f", {limit}"
     # bfloat16 prints as numbers only after widening, which is exact.
     array = value.astype(np.float64) if value.dtype.name == "bfloat16" else value
     body = np.array2string(
@@ -159,6 +260,10 @@ def _show(name: str, value: Any) -> str:
         formatter={"float_kind": lambda number: f"{number:>12.6g}"},
     )
     return head + "\n" + "\n".join("    " + line for line in body.splitlines() if line.strip())
+
+
+def _ranges(ranges: Mapping[str, Range] | None) -> dict[str, Any] | None:
+    return None if ranges is None else {name: dataclasses.asdict(limit) for name, limit in ranges.items()}
 
 
 def _value(value: Any) -> Any:

@@ -197,4 +197,38 @@ def bad_capabilities(inputs, config):
 
 bad_capabilities.capabilities = "invalid"
 
+
+def misspelt_capability(inputs, config):
+    return honest(inputs, config)
+
+
+misspelt_capability.capabilities = {"invalid", "gradients"}
+
+
+def capability_of_no_kind(inputs, config):
+    return honest(inputs, config)
+
+
+capability_of_no_kind.capabilities = True
+
+
+def all_capabilities(inputs, config):
+    return honest(inputs, config)
+
+
+all_capabilities.capabilities = ["invalid", "gradient", "decode", "sharded"]
+
+
+def returns_int(inputs, config):
+    """Takes bad input, too, and then gives no array for the argument at fault."""
+    return {"output": np.zeros(1), "alpha_k": 3}
+
+
+returns_int.capabilities = {"invalid"}
+
+
+def returns_nothing(inputs, config):
+    pass
+
+
 not_callable = 3

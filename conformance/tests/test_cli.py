@@ -13,12 +13,14 @@ import time
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from processes import is_running, wait_for_text, wait_until_gone
 
 from iha_conformance import cli
 from iha_conformance.corpus import corpus_sha256, load_cases
-from iha_core import SPEC_VERSION
+from iha_conformance.corpus.cases import FAMILIES
+from iha_core import SPEC_VERSION, STAGES
 from iha_core.spec_files import spec_path
 
 HERE = Path(__file__).parent
@@ -82,6 +84,7 @@ def test_passing_run_ends_with_0():
         ("crashes", "crashed: the process ended with exit status 3"),
         ("exits", "crashed: SystemExit: enough"),
         ("no_output", "missing: expected 'output'"),
+        ("returns_list", "raised: TypeError: `output`: expected a numpy array, got list"),
         ("wears_out", "second run: "),
     ],
 )
@@ -98,6 +101,18 @@ def test_hanging_case_ends_with_1():
     process = run_fake("hangs", *ONE, "--timeout", "0.5")
     assert process.returncode == 1
     assert "hung: no result within 0.5 s" in process.stdout
+
+
+def test_a_target_that_always_hangs_is_given_up(tmp_path):
+    report = tmp_path / "report.json"
+    process = run_fake("hangs", "--family", "window", "--timeout", "0.5", "--json", str(report))
+    assert process.returncode == 1
+    (entry,) = json.loads(report.read_text())["targets"]
+    assert entry["summary"]["failed"] == entry["summary"]["expected"] > 100
+    reasons = [row["reason"] for row in entry["results"]]
+    assert reasons[:3] == ["hung: no result within 0.5 s"] * 3
+    assert set(reasons[3:]) == {"hung: not run: hung 3 times in a row"}
+    assert sum(line.startswith("FAILED fake_targets:hangs: ") for line in process.stdout.splitlines()) == 26
 
 
 def test_one_bad_target_does_not_spoil_another(tmp_path):
@@ -152,6 +167,7 @@ def test_some_refused_is_no_error():
     assert process.returncode == 0
     assert "REFUSED fake_targets:refuses_half: 1 case: no float16" in process.stdout
     assert "3 of 4 cases executed, 3 passed, 0 failed, 1 skipped" in process.stdout
+    assert process.stdout.splitlines()[-1].endswith(": PASSED what was executed; 1 skipped")
 
 
 @pytest.mark.requirement("ERR-1")
@@ -188,7 +204,8 @@ def test_bad_input_needs_a_declared_capability():
         (["run", "--backend", "array-api:numpy", "--device", "cuda"], ["expected device cpu, got 'cuda'"]),
         (["run", "--target", "fake_targets:honest", "--device", "cuda"], ["--device", "'cuda'"]),
         (["run", "--dtype", "f32"], ["expected one of float64, float32, float16, bfloat16, got 'f32'"]),
-        (["run", "--family", "cor"], ["--family", "core", "got 'cor'"]),
+        (["run", "--family", "cor"], ["--family", *FAMILIES, "got 'cor' (nearest: core"]),
+        (["run", "--target", "fake_targets:misspelt_capability"], ["invalid, gradient", "got 'gradients'"]),
         (["run", "--case", "core/papre"], ["--case", CASE, "got 'core/papre'"]),
         (["run", "--case", CASE, "--family", "mask"], ["expected at least one case", "got 0"]),
         (["run", "--target", "fake_targets"], ["expected MODULE:CALLABLE, got 'fake_targets'"]),
@@ -196,8 +213,11 @@ def test_bad_input_needs_a_declared_capability():
         (["run", "--target", "fake_targets:not_callable"], ["expected a callable, got int"]),
         (["run", "--target", "no_such_module:fn"], ["no module named 'no_such_module'"]),
         (["run", "--json", "/no/such/folder/x.json"], ["--json: cannot write '/no/such/folder/x.json'"]),
-        (["case"], ["ID"]),
-        (["case", "nothing/like-it"], ["known names", "got 'nothing/like-it'"]),
+        (["case", "--family", "windows"], ["--family", *FAMILIES, "got 'windows' (nearest: window)"]),
+        (["case", "--dtype", "float32"], ["--dtype: expected the ID of a case", "got none for 'float32'"]),
+        (["case", CASE, "--family", "core"], [f"--family: expected no ID beside it, got '{CASE}'"]),
+        (["case", "core/papre"], ["ID: ", "known names", f"got 'core/papre' (nearest: {CASE}"]),
+        (["case", "zzz"], ["known names, got 'zzz'"]),
         (["case", CASE, "--dtype", "int8"], ["expected one of float64", "got 'int8'"]),
         (["case", "invalid/window-zero", "--dtype", "float64"], ["float32", "got 'float64'"]),
         (["case", CASE, "--json", "/no/such/folder/x.json"], ["--json: cannot write"]),
@@ -535,6 +555,75 @@ def test_case_is_shown_in_full():
         assert stage in text
 
 
+def test_cases_are_listed_a_line_each(tmp_path):
+    process = iha("case")
+    assert (process.returncode, process.stderr) == (0, "")
+    cases = load_cases()
+    lines = process.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [case.id for case in cases]
+    for case, line in zip(cases, lines, strict=True):
+        assert line.endswith(f"  {case.why}")
+        assert f"  {', '.join(sorted(case.flags)) or '-'}  " in line
+
+    path = tmp_path / "cases.json"
+    process = iha("case", "--family", "mask", "--family", "gain", "--json", str(path))
+    assert process.returncode == 0
+    some = [case for case in cases if case.family in ("mask", "gain")]
+    assert [line.split()[0] for line in process.stdout.splitlines()] == [case.id for case in some]
+    listed = json.loads(path.read_text())["cases"]
+    assert [(entry["id"], entry["why"]) for entry in listed] == [(case.id, case.why) for case in some]
+    assert set(listed[0]) == {"id", "family", "flags", "why", "requirements", "dtypes", "capability"}
+
+
+def test_case_shows_the_limits_of_its_stages(tmp_path):
+    from iha_conformance.corpus import build_inputs
+    from iha_conformance.judge import expect
+
+    path = tmp_path / "case.json"
+    process = iha("case", CASE, "--dtype", "float16", "--json", str(path))
+    case = next(case for case in load_cases() if case.id == CASE)
+    limits = expect(case, "float16", build_inputs(case, "float16")).limits
+    document = json.loads(path.read_text())
+    assert list(document["stages"]) == list(STAGES)
+    for stage, limit in limits.limits.items():
+        smallest, largest = limit.min(), limit.max()
+        assert re.search(rf"  {stage} .*, limit {smallest:.3g} to {largest:.3g}\n", process.stdout)
+        expected = {"smallest": smallest, "largest": largest, "exact": False}
+        assert document["limits"][stage] == expected
+    assert "limits of float16" in process.stdout
+    rms = limits.companions[0].limit
+    assert f"  rms: limit {rms.min():.3g} to {rms.max():.3g}\n" in process.stdout
+    assert document["companions"]["rms"] == {"smallest": rms.min(), "largest": rms.max(), "exact": False}
+
+
+def test_limits_leave_out_what_is_not_compared_and_name_what_is_exact():
+    from iha_conformance.show import Range, describe_case
+
+    assert str(Range.of(np.array([np.inf, np.inf]))) == "nothing to compare"
+    assert str(Range.of(np.array([0.5, np.inf, 0.25]))) == "limit 0.25 to 0.5"
+    assert str(Range.of(np.array(0.5))) == "limit 0.5"
+    dropped = describe_case("keymask/nan", "float32")
+    assert np.isfinite(dropped.limits["mixed_k"].largest)
+    exact = describe_case("degenerate/no-keys", None)
+    assert exact.limits["output"].exact
+    assert re.search(r"  output .*, exact: every element is right to the last bit\n", exact.render())
+    assert exact.render().count("exact: every") == 1
+
+
+@pytest.mark.parametrize(
+    ("case_id", "text"),
+    [
+        ("degenerate/no-batch", "Mask: no batch elements\n"),
+        ("degenerate/no-queries", "Mask: no queries\n"),
+        ("degenerate/no-keys", "Mask: no keys\n"),
+    ],
+)
+def test_empty_masks_say_why(case_id, text):
+    from iha_conformance.show import describe_case
+
+    assert text in describe_case(case_id, None).render()
+
+
 def test_batch_elements_with_masks_of_their_own_are_drawn():
     text = iha("case", "keymask/random").stdout
     assert "batch element 0" in text
@@ -576,9 +665,9 @@ def test_case_of_bad_input_says_what_must_be_raised():
 
 
 def test_every_case_can_be_shown():
-    from iha_conformance.show import describe_case, render
+    from iha_conformance.show import describe_case
 
     for case in load_cases():
         description = describe_case(case.id, None)
-        assert case.why in render(description)
+        assert case.why in description.render()
         json.dumps(description.as_json(), allow_nan=False)

@@ -24,12 +24,13 @@ from iha_conformance.corpus.streams import bits24, cast, integers, uniform
 from iha_conformance.judge import expect, judge
 from iha_conformance.protocol import DTYPES, Result
 from iha_core import AttentionConfig, attention
+from iha_core.bounds import arithmetic
 from iha_core.known_answers import load_known_answers
 from iha_core.spec_files import load_toml, spec_path
 
 Array = npt.NDArray[Any]
 
-CORPUS_SHA256 = "91813a94391d9abacfc5cd20e38f2d37ba415d218d88b4c7315aebc8760c7487"
+CORPUS_SHA256 = "d9b832c655c98d5db43e021bcb777dc4f8cc86eccffe8f76321e6e3072d9436a"
 """Hash of all ids, configurations and inputs. It changes with any of them, and only then is a new one pinned.
 
 A change to an existing case changes what IHA 1.0 expects, and needs a new spec version; new cases do not.
@@ -424,3 +425,22 @@ def test_every_requirement_has_a_case_or_a_test(requirement: str) -> None:
     by_case = [case.id for case in CASES if requirement in case.requirements]
     by_test = [file for file, named in ids_in_tests() if named == requirement]
     assert by_case or by_test
+
+
+@pytest.mark.requirement("KEY-4")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_case_overflows_and_none_has_a_visible_infinity(dtype: str) -> None:
+    """Every stage is in the range of its format; only what is hidden is infinite."""
+    for case in CASES:
+        if case.invalid is not None or dtype not in case.dtypes:
+            continue
+        expectation = expect(case, dtype, build_inputs(case, dtype))
+        assert expectation is not None
+        for stage, exact in expectation.stages.items():
+            formats = arithmetic(dtype)
+            of_stage = formats.accumulator if stage in ("logits", "lse") else formats.storage
+            compared = exact[expectation.limits.limits[stage] < np.inf]
+            hidden = np.isneginf(compared) & (stage in ("logits", "lse"))
+            assert np.all(hidden | np.isnan(compared) | (np.abs(compared) <= of_stage.largest)), case.id
+            if "nan" not in case.parameters:
+                assert not np.any(np.isnan(compared)), case.id

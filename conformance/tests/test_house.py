@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_versions_agree() -> None:
 
 def test_every_pinned_tool_is_one_that_the_project_asks_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    asked = {*project["dependencies"], *sum(project["optional-dependencies"].values(), [])}
+    asked = {*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())}
     names = {re.split(r"[\[>=<]", line)[0].lower().replace("_", "-") for line in asked}
     names.discard(project["name"])
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -117,7 +118,9 @@ def test_importing_the_core_imports_no_more_than_numpy() -> None:
         assert framework not in loaded.stdout.split()
 
 
-@pytest.mark.parametrize(("package", "others"), [("iha_torch", ["array_api_compat"]), ("iha_array_api", ["torch"])])
+@pytest.mark.parametrize(
+    ("package", "others"), [("iha_torch", ["array_api_compat"]), ("iha_array_api", ["torch"])]
+)
 def test_importing_one_backend_imports_no_other_framework(package: str, others: list[str]) -> None:
     pytest.importorskip(package)
     script = f"import sys, {package}; print(*sys.modules)"

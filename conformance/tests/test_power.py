@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from doubles.faults import FAULTS, IN_STAGES, ONLY_IN
+from doubles.honest import HONEST
 from doubles.port import Port
 from iha_conformance.corpus import Case, build_inputs, load_cases
 from iha_conformance.judge import Expectation, expect, judge
@@ -22,7 +23,7 @@ from iha_conformance.protocol import DTYPES, Result, Verdict
 
 CASES = {case.id: case for case in load_cases() if case.invalid is None}
 NARROW = ("float32", "float16", "bfloat16")
-HONEST, CAUGHT, CLEARLY = 0.5, 2.0, 4.0
+HALF, CAUGHT, CLEARLY = 0.5, 2.0, 4.0
 ROUNDINGS = ("once", "stages")
 
 shown: Counter[str] = Counter()
@@ -56,12 +57,13 @@ def excess(found: Verdict) -> float:
 @pytest.mark.requirement("NUM-1", "NUM-2", "NUM-3", "NUM-4", "NUM-6", "STG-1", "STG-2")
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_honest_ports_stay_at_half_of_every_limit(dtype: str, rounding: str) -> None:
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_ports_stay_at_half_of_every_limit(name: str, dtype: str, rounding: str) -> None:
     for case in CASES.values():
         if dtype in case.dtypes:
-            found = verdict(Port(rounding, stages=True), case, dtype)
+            found = verdict(HONEST[name](rounding, stages=True), case, dtype)
             assert found.status == "passed", (case.id, found)
-            assert excess(found) <= HONEST, (case.id, found)
+            assert excess(found) <= HALF, (case.id, found)
 
 
 @pytest.mark.requirement("NUM-4", "NUM-5", "NUM-6", "NUM-8")
@@ -102,4 +104,4 @@ def test_angles_may_use_all_that_they_are_allowed(dtype: str, share: float) -> N
     for case in CASES.values():
         if case.config["rope"] != "none" and dtype in case.dtypes:
             found = verdict(Turned("once", stages=True), case, dtype)
-            assert excess(found) <= HONEST, (case.id, found)
+            assert excess(found) <= HALF, (case.id, found)

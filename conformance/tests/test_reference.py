@@ -16,12 +16,12 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracles.loops import attention_loops
-from oracles.precise import attention_precise
 
 import iha_core
 from iha_core import PROFILES, AttentionConfig
 from iha_core.config import Causal
+from oracles.loops import attention_loops
+from oracles.precise import attention_precise
 
 Array = npt.NDArray[Any]
 Stages = dict[str, Array]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import json
 import os
+import re
 import stat
 import threading
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
+from rich.text import Text
 
+from iha_conformance.corpus import build_inputs, load_cases
 from iha_conformance.errors import CommandError
-from iha_conformance.protocol import TargetInfo
+from iha_conformance.judge import compare, expect, judge
+from iha_conformance.protocol import Result, TargetInfo
 from iha_conformance.report.json_report import as_json, open_json
-from iha_conformance.report.terminal import describe_failure, print_report
+from iha_conformance.report.terminal import _fold, describe_failure, print_report
 from iha_conformance.runner import Row, TargetReport
 from iha_conformance.selection import Filters
 from iha_core.spec_files import spec_path
@@ -43,7 +49,7 @@ def make_row(status: str = "passed", **fields) -> Row:
 
 
 def make_report(*rows: Row, name: str = "array-api:numpy") -> TargetReport:
-    info = TargetInfo(name=name, framework="numpy", version="2.0", device="cpu", precision="default")
+    info = TargetInfo(name=name, framework="numpy", version="2.0", device="cpu", precision="highest")
     return TargetReport(info=info, rows=list(rows))
 
 
@@ -52,7 +58,14 @@ MIXED = make_report(
     make_row("failed", id="core/two", ratio=float("inf"), stage="lse", reason="`lse`[b=0]: too far"),
     make_row("refused", dtype="bfloat16", ratio=None, kernel=None, reason="numpy has no bfloat16"),
     make_row("refused", id="core/two", dtype="bfloat16", ratio=None, reason="numpy has no bfloat16"),
-    make_row("not_applicable", id="invalid/x", ratio=None, kernel=None, reason="no capability"),
+    make_row(
+        "not_applicable",
+        id="invalid/x",
+        ratio=None,
+        kernel=None,
+        reason="no capability",
+        capability="invalid",
+    ),
     make_row(id="core/three", repeatable=False, reason="second run differs in bits"),
 )
 
@@ -76,7 +89,7 @@ def test_json_has_the_agreed_form():
         "framework": "numpy",
         "version": "2.0",
         "device": "cpu",
-        "precision": "default",
+        "precision": "highest",
     }
     assert entry["summary"] == {"expected": 5, "executed": 3, "passed": 2, "failed": 1, "skipped": 2}
     assert entry["results"][0] == {
@@ -283,32 +296,168 @@ def printed(*reports: TargetReport, encoding: str = "utf-8", **arguments) -> str
     return text
 
 
+def cells(line: str) -> list[str]:
+    return re.split(r" {2,}", line.strip())
+
+
+def table_of(text: str) -> list[str]:
+    """The lines of the table, without what follows it."""
+    lines = text.splitlines()
+    return lines[: next(i for i, line in enumerate(lines) if line.startswith("worst ratio:"))]
+
+
 def test_terminal_report_names_everything():
     lines = printed(MIXED, absent=["SKIPPED torch: not installed"]).splitlines()
-    row = next(line for line in lines if "float32" in line)
-    cells = [cell.strip() for cell in row.strip("\u2502").split("\u2502")]
-    assert cells == [
-        "array-api:numpy (numpy 2.0, cpu, default)",
-        "float32",
-        "2",
-        "1",
-        "0",
-        "1",
-        "inf",
-        "2.00",
-        "composed 3",
+    assert [cells(line) for line in lines[:7]] == [
+        ["worst"],
+        ["target", "dtype", "passed", "failed", "skipped", "n/a", "ratio", "seconds", "kernels"],
+        [lines[2].strip()],
+        ["array-api:numpy", "float32", "2", "1", "0", "1", "inf", "2.00", "composed 3"],
+        ["2.0, cpu", "bfloat16", "0", "0", "2", "0", "-", "1.00", "composed 1"],
+        ["precision highest"],
+        cells(lines[6]),
+    ]
+    assert set(lines[2].strip()) == {"-"}
+    assert lines[6:8] == [
+        "worst ratio: largest error / its limit; 1 is the limit, a conforming result stays at or below 0.5",
+        "seconds: the target's own time; n/a: needs a capability it does not declare, 'invalid' (1 case)",
     ]
     assert (
-        "FAILED array-api:numpy: core/two, float32, stage lse, ratio inf: `lse`[b=0]: too far [MIX-1] [MIX-2]"
+        "FAILED array-api:numpy: core/two, float32: first wrong stage lse: `lse`[b=0]: too far"
+        " [MIX-1] [MIX-2]"
     ) in lines
     assert ("NOTE array-api:numpy: second run differs in bits in 1 case: core/three float32") in lines
     assert "REFUSED array-api:numpy: 2 cases: numpy has no bfloat16" in lines
-    assert "NOT APPLICABLE array-api:numpy: 1 case: no capability" in lines
     assert "SKIPPED torch: not installed" in lines
     assert lines[-1] == (
         "IHA 1.0, 1 target: 3 of 5 cases executed, 2 passed, 1 failed, 2 skipped, 1 not applicable:"
         " FAILED by array-api:numpy"
     )
+
+
+def test_columns_without_content_are_left_out():
+    text = printed(make_report(make_row(kernel=None), name="port:fn"))
+    assert cells(text.splitlines()[1]) == ["target", "dtype", "passed", "failed", "ratio", "seconds"]
+    assert "n/a" not in text
+    assert ["numpy 2.0, cpu"] in [cells(line) for line in table_of(text)]
+
+
+def busy_report(name: str, kernel: str) -> TargetReport:
+    """As wide as reports get: everything happened, in every dtype, hundreds of times."""
+    rows = [
+        make_row(status, dtype=dtype, kernel=kernel, ratio=1.76e13, seconds=12.0)
+        for dtype in ("float64", "float32", "float16", "bfloat16")
+        for status in ("passed", "failed", "refused", "not_applicable")
+        for _ in range(250)
+    ]
+    rows += [dataclasses.replace(row, kernel="composed") for row in rows[:3]]
+    return make_report(*rows, name=name)
+
+
+def test_table_fits_100_columns():
+    reports = [
+        busy_report("torch", "scaled_dot_product_attention"),
+        busy_report("array-api:array_api_strict", "composed"),
+    ]
+    table = table_of(printed(*reports))
+    assert max(map(len, table)) <= 100
+    text = "".join(cells(line)[-1] for line in table[3:6])
+    assert "composed 3" in text
+    some = printed(make_report(*(make_row(kernel="scaled_dot_product_attention") for _ in range(60))))
+    assert "scaled_dot_product_attention 60" in some  # whole where there is room
+    both = make_report(make_row(), make_row(kernel="flash_attention"))
+    assert "composed 1, flash_attention 1" in printed(both)
+
+
+@pytest.mark.parametrize("width", range(12, 32))
+def test_kernels_are_folded_between_words_and_nothing_is_lost(width):
+    names = "composed 12\nscaled_dot_product_attention 345"
+    lines = _fold(Text(names), width).plain.split("\n")
+    assert all(len(line) <= width for line in lines)
+    assert lines[0] == "composed 12"
+    assert "".join(lines[1:]).replace(" ", "") == "scaled_dot_product_attention345"
+
+
+def test_counts_in_the_legend_are_of_cases():
+    row = make_row("not_applicable", id="invalid/x", ratio=None, capability="invalid")
+    rows = [row, dataclasses.replace(row, dtype="float64"), dataclasses.replace(row, id="decode/x")]
+    rows[2] = dataclasses.replace(rows[2], capability="decode")
+    text = printed(make_report(make_row(), *rows), make_report(make_row(), *rows, name="other:fn"))
+    assert "n/a: needs a capability it does not declare, 'invalid' (1 case), 'decode' (1 case)" in text
+
+
+def test_a_case_has_one_line_for_all_its_dtypes():
+    requirements = ("MIX-1", "MIX-2", "MIX-3", "MIX-4")
+    rows = [
+        make_row(
+            "failed", dtype=dtype, stage=stage, reason=f"`{stage}` off", ratio=3.0, requirements=requirements
+        )
+        for dtype, stage in [("float64", "lse"), ("float32", "output"), ("bfloat16", "output")]
+    ]
+    rows.insert(1, make_row("failed", id="core/two", ratio=None, reason="hung: no result"))
+    rows.insert(2, make_row(dtype="float16"))
+    failed = [line for line in printed(make_report(*rows)).splitlines() if line.startswith("FAILED")]
+    assert failed == [
+        "FAILED array-api:numpy: core/one, float64, float32, bfloat16: in float64: first wrong stage lse:"
+        " `lse` off [MIX-1] [MIX-2] [MIX-3] ...",
+        "FAILED array-api:numpy: core/two, float32: hung: no result [MIX-1] [MIX-2]",
+    ]
+
+
+@pytest.mark.parametrize(("number", "more"), [(25, None), (26, "1 more case"), (90, "65 more cases")])
+def test_a_systematic_fault_is_cut_short(number, more):
+    rows = [
+        make_row("failed", id=f"core/{i}", dtype=dtype)
+        for i in range(number)
+        for dtype in ("float64", "float32")
+    ]
+    lines = printed(make_report(*rows), make_report(*rows, name="port:fn")).splitlines()
+    for name in ("array-api:numpy", "port:fn"):
+        failed = [line for line in lines if line.startswith(f"FAILED {name}: ")]
+        assert [line.split(",")[0] for line in failed[:25]] == [f"FAILED {name}: core/{i}" for i in range(25)]
+        cut = [] if more is None else [f"FAILED {name}: {more} failed, too; --json FILE has them all"]
+        assert failed[25:] == cut
+
+
+def test_failure_tells_what_is_wrong_first_and_what_is_wrong_most():
+    """The ratio in the table is that of the worst stage, the text that of the first wrong one."""
+    case = next(case for case in load_cases() if case.id == "core/paper")
+    expectation = expect(case, "float64", build_inputs(case, "float64"))
+    limits = expectation.limits.limits
+
+    def reason(**errors: float) -> str | None:
+        arrays = {name: array.copy() for name, array in expectation.stages.items()}
+        for stage, share in errors.items():
+            arrays[stage][0, 0, 0, 0] += share * limits[stage][0, 0, 0, 0]
+        result = Result(case_id=case.id, dtype="float64", kind="arrays", arrays=arrays)
+        return judge(case, "float64", expectation, result).reason
+
+    both = reason(mixed_q=19.3, virtual_out=44.0)
+    assert both.startswith("`mixed_q`[b=0, t=0, h=0, d=0]: expected ")
+    assert re.search(
+        r"is 19(\.\d+)? x its limit .*; the worst ratio, 44(\.0)?, is that of `virtual_out`$", both
+    )
+    assert reason(mixed_q=44.0, virtual_out=19.3).endswith("elements are wrong)")
+    assert reason(mixed_q=2.0, virtual_out=0.5).endswith("elements are wrong)")
+    assert reason(mixed_q=2.0, virtual_out=np.inf).endswith("; `virtual_out` is wrong beyond any number")
+
+
+@pytest.mark.parametrize(
+    ("exact", "error", "text"),
+    [
+        (-0.0248211, 1e-8, "expected -0.0248211, got -0.02482109"),
+        (-0.024821, 1e-17, "expected -0.024821, got -0.02482099999999999"),
+        (1.0, 2.0**-52, "expected 1, got 1.0000000000000002"),
+        (1.0, 0.5, "expected 1, got 1.5"),
+        (0.1234567, 1e-3, "expected 0.123457, got 0.124457"),
+        (1e300, 1e299, "expected 1e+300, got 1.1e+300"),
+        (0.0, 5e-324, "expected 0, got 4.94066e-324"),
+    ],
+)
+def test_numbers_that_differ_are_printed_so(exact, error, text):
+    expected, found = np.full((1, 1, 1, 1), exact), np.full((1, 1, 1, 1), exact + error)
+    reason = compare("output", found, expected, np.zeros_like(expected), storage="float64").reason
+    assert f": {text};" in reason
 
 
 def test_verdict_says_what_a_run_was_limited_to():
@@ -317,6 +466,14 @@ def test_verdict_says_what_a_run_was_limited_to():
     limited = printed(report, filters=Filters(dtype=("float32",), quick=True))
     assert limited.splitlines()[-1].endswith(" (filtered: --dtype float32 --quick): PASSED")
     assert printed(report, fault="nothing").splitlines()[-1].endswith(": NO VERDICT")
+
+
+def test_verdict_says_what_was_not_executed():
+    skips = [make_row(status, id=f"core/{status}", ratio=None) for status in ("skipped", "refused")]
+    other = make_row("not_applicable", ratio=None, capability="invalid")
+    passed = printed(make_report(make_row(), *skips, other)).splitlines()[-1]
+    assert passed.endswith(" 2 skipped, 1 not applicable: PASSED what was executed; 2 skipped")
+    assert printed(make_report(make_row(), other)).splitlines()[-1].endswith(": PASSED")
 
 
 def test_piped_report_has_no_escapes_and_no_broken_lines():
@@ -331,14 +488,14 @@ def test_piped_report_has_no_escapes_and_no_broken_lines():
 
 
 def test_names_are_not_taken_for_markup():
-    assert "[red]x[/red] :smile: (" in printed(make_report(make_row(), name="[red]x[/red] :smile:"))
+    assert "[red]x[/red] :smile:  float32" in printed(make_report(make_row(), name="[red]x[/red] :smile:"))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_table_uses_what_the_encoding_has(encoding):
     text = printed(MIXED, encoding=encoding)
     assert text.isascii()
-    assert "| float32" in text
+    assert "array-api:numpy  float32" in text.replace("numpy    ", "numpy  ")
 
 
 def test_missing_stream_is_no_fault():
@@ -347,4 +504,4 @@ def test_missing_stream_is_no_fault():
 
 def test_failure_line_leaves_out_what_is_not_known():
     row = make_row("failed", ratio=None, requirements=(), reason="crashed: gone")
-    assert describe_failure(row) == "core/one, float32: crashed: gone"
+    assert describe_failure([row]) == "core/one, float32: crashed: gone"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from iha_conformance import runner
-from iha_conformance.errors import CommandError
+from iha_conformance.errors import CommandError, nearest
 from iha_conformance.protocol import Result, TargetInfo, TargetUnavailable, Verdict
 from iha_conformance.runner import HarnessError, Pace, Suite, Summary, run_suite
 from iha_conformance.selection import Filters, select
@@ -107,6 +107,8 @@ def test_row_has_the_verdict_and_what_the_target_said():
     assert row.id == "a"
     assert (row.status, row.ratio, row.stage, row.reason) == ("passed", 0.5, None, None)
     assert (row.kernel, row.seconds, row.requirements) == ("fast", 0.25, ("MIX-1",))
+    assert row.capability is None
+    assert run_one(fails("raised"), make_case("a", capability="invalid")).capability == "invalid"
 
 
 @pytest.mark.parametrize("failure", ["raised", "crashed", "hung", "missing"])
@@ -397,7 +399,26 @@ def test_many_names_are_cut_to_those_alike():
     many = [make_case(f"case/{i}") for i in range(50)] + [make_case("window/off-by-one")]
     with pytest.raises(CommandError) as caught:
         select(many, Filters(case=("window/off-by-two",)))
-    assert "51 known names such as window/off-by-one, ... got 'window/off-by-two'" in str(caught.value)
+    assert str(caught.value) == (
+        "--case: expected one of 51 known names, got 'window/off-by-two' (nearest: window/off-by-one)"
+    )
+
+
+def test_all_families_are_listed_and_the_nearest_one_is_named():
+    families = [f"family{letter}" for letter in "abcdefghijklmnopq"] + ["window"]
+    many = [make_case(f"{family}/one", family=family) for family in families]
+    with pytest.raises(CommandError) as caught:
+        select(many, Filters(family=("windows",)))
+    message = str(caught.value)
+    assert all(family in message for family in families)
+    assert message.endswith(", got 'windows' (nearest: window)")
+
+
+def test_nearest_names_are_alike_first_then_those_around_what_was_found():
+    names = ["mask/virtual-edge", "mask/token-edge", "keymask/edge", "core/paper"]
+    assert nearest("mask/token-egde", names)[0] == "mask/token-edge"
+    assert nearest("edge", names) == names[:3]
+    assert nearest("", names) == nearest("zzz", names) == []
 
 
 def test_filters_know_whether_they_filter():

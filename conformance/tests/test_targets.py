@@ -80,7 +80,12 @@ def test_callable_gives_its_output(launch):
     )
     assert target.capabilities == {"invalid"}
     assert (target.info.name, target.info.device) == ("fake_targets:honest", "cpu")
+    assert target.info.precision == "undeclared"
     assert result.seconds > 0
+
+
+def test_every_known_capability_may_be_declared(launch):
+    assert launch("all_capabilities").capabilities == {"invalid", "gradient", "decode", "sharded"}
 
 
 def test_callable_sees_plain_dicts_with_writable_arrays(launch, monkeypatch):
@@ -126,8 +131,10 @@ def test_bfloat16_and_layouts_reach_a_callable(launch):
         ("exits", "crashed", "SystemExit: enough"),
         ("interrupts", "crashed", "KeyboardInterrupt"),
         ("no_output", "missing", "expected 'output' among the returned stages, got 'virtual_out'"),
-        ("returns_list", "missing", "output: expected a numpy array, got list"),
-        ("returns_objects", "missing", "output: expected an array of numbers, got dtype object"),
+        ("returns_nothing", "missing", "expected the output or a dict of stages, got None"),
+        ("returns_list", "raised", "TypeError: `output`: expected a numpy array, got list"),
+        ("returns_int", "raised", "TypeError: `alpha_k`: expected a numpy array, got int"),
+        ("returns_objects", "raised", "TypeError: `output`: expected an array of numbers, got dtype object"),
     ],
 )
 def test_failures_have_a_kind_and_a_reason(launch, name, failure, reason):
@@ -152,6 +159,30 @@ def test_a_hanging_target_is_ended_in_time(launch):
     assert (first.failure, first.reason) == ("hung", "no result within 0.4 s")
     assert second.failure == "hung"
     assert time.monotonic() - start < 10
+
+
+def test_what_is_no_array_does_not_pass_for_a_refusal(launch):
+    """Such a TypeError is the kit's; a case of bad input asks for one of the target's."""
+    (result,) = results(launch("returns_int"), make_job(capability="invalid"))
+    assert (result.failure, result.error_types) == ("raised", ())
+
+
+def test_a_target_that_hangs_three_times_in_a_row_is_not_run_again(launch):
+    mask = {"key_mask": np.ones((1, 3), dtype=bool)}
+    bad, good, undeclared = make_job(extra=mask), make_job(), make_job(capability="invalid")
+    jobs = [bad, good, bad, undeclared, bad, bad, good, undeclared, bad]
+    found = results(launch("hangs_on_masks", timeout=2), *jobs)
+    hung, not_run = "no result within 2 s", "not run: hung 3 times in a row"
+    undeclared_reason = "the target does not declare the capability 'invalid'"
+    assert [result.reason for result in found] == [
+        *[hung, None, hung, undeclared_reason, hung, hung],
+        *[not_run, undeclared_reason, not_run],
+    ]
+    assert [(found[i].kind, found[i].failure, found[i].seconds) for i in (5, 6, 8)] == [
+        ("failed", "hung", 2.0),
+        ("failed", "hung", 0.0),
+        ("failed", "hung", 0.0),
+    ]
 
 
 @pytest.mark.parametrize("name", ["crashes_on_masks", "hangs_on_masks"])
@@ -256,6 +287,11 @@ def test_unreadable_answer_is_a_crash(launch, monkeypatch):
         ("fake_targets:Nested.absent", "'fake_targets.Nested' has no attribute 'absent'"),
         ("fake_targets:not_callable", "expected a callable, got int"),
         ("fake_targets:bad_capabilities", "expected capabilities to be a set of names, got 'invalid'"),
+        ("fake_targets:capability_of_no_kind", "expected capabilities to be a set of names, got True"),
+        (
+            "fake_targets:misspelt_capability",
+            "expected capabilities among invalid, gradient, decode, sharded, got 'gradients'",
+        ),
         ("fake_targets", "expected MODULE:CALLABLE, got 'fake_targets'"),
         ("fake_targets:", "expected MODULE:CALLABLE, got 'fake_targets:'"),
     ],
@@ -376,7 +412,7 @@ def test_numpy_backend_end_to_end(launch):
     assert wide.kernel
     assert (refused.kind, refused.reason) == ("refused", "numpy has no bfloat16")
     info = target.info
-    assert (info.framework, info.version, info.precision) == ("numpy", np.__version__, "default")
+    assert (info.framework, info.version, info.precision) == ("numpy", np.__version__, "highest")
 
 
 def test_torch_backend_end_to_end(launch):
@@ -393,29 +429,75 @@ def test_torch_backend_end_to_end(launch):
     assert (info.device, info.precision) == ("cpu", "highest")
 
 
-def test_backends_may_not_refuse_by_raising():
-    """A backend refuses only what its framework has no dtype for; anything else is a failure."""
+@pytest.mark.requirement("NUM-8")
+def test_precision_class_is_the_one_in_force(monkeypatch):
+    from types import ModuleType
+
+    from iha_conformance.targets.backends import load
+
+    monkeypatch.setitem(sys.modules, "unheard_of", ModuleType("unheard_of"))
+    sys.modules["unheard_of"].asarray = np.asarray
+    assert load("array-api:unheard_of", None).info.precision == "undeclared"
+    assert load("array-api:numpy", None).info.precision == "highest"
+    assert load("array-api:array_api_strict", "cpu").info.precision == "highest"
+    torch = pytest.importorskip("torch")
+    for precision in ("high", "highest"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda chosen=precision: chosen)
+        assert load("torch", None).info.precision == precision
+        assert load("array-api:torch", None).info.precision == precision
+
+
+def make_adapter(attention=None, attention_stages=None):
+    """An adapter of a backend that is these functions of NumPy arrays."""
     from types import SimpleNamespace
 
     from iha_conformance.protocol import TargetInfo
     from iha_conformance.targets.backends import BackendAdapter
+
+    info = TargetInfo(name="x", framework="x", version="0", device="cpu", precision="highest")
+    package = SimpleNamespace(attention=attention, attention_stages=attention_stages)
+    return BackendAdapter(package, NamespaceBridge(np), info)
+
+
+@pytest.mark.requirement("TYP-1")
+def test_output_of_a_backend_has_the_dtype_of_q():
+    from iha_conformance.targets.worker import run_job
+
+    def attention_in(dtype):
+        return lambda q, **arguments: q.astype(dtype)
+
+    def stages_in(dtype):
+        return lambda q, **arguments: ({"output": q.astype(dtype), "lse": np.zeros(1)}, "kernel")
+
+    wide = "TypeError: `output` dtype: expected float32, that of q ([TYP-1]), got float64"
+    for plain, detailed, reason in [
+        ("float32", "float32", None),
+        ("float32", "float64", wide),
+        ("float64", "float32", f"second run: {wide}"),
+    ]:
+        result = run_job(make_adapter(attention_in(plain), stages_in(detailed)), make_job())
+        assert (result.kind, result.reason) == ("arrays" if reason is None else "failed", reason)
+        assert result.failure == (None if reason is None else "raised")
+    accepted = run_job(make_adapter(attention_in("float64")), make_job(capability="invalid"))
+    assert (accepted.kind, accepted.error_types) == ("failed", ())
+    no_array = make_job(capability="invalid", extra={"q": [1.0]})
+    result = run_job(make_adapter(lambda **arguments: np.zeros(1)), no_array)
+    assert result.kind == "arrays"  # accepted, as the judge will say
+
+
+def test_backends_may_not_refuse_by_raising():
+    """A backend refuses only what its framework has no dtype for; anything else is a failure."""
     from iha_conformance.targets.worker import run_job
 
     def attention_stages(**arguments):
         raise NotImplementedError("no kernel for this")
 
-    info = TargetInfo(name="x", framework="x", version="0", device="cpu", precision="default")
-    adapter = BackendAdapter(SimpleNamespace(attention_stages=attention_stages), NamespaceBridge(np), info)
-    result = run_job(adapter, make_job())
+    result = run_job(make_adapter(attention_stages=attention_stages), make_job())
     assert (result.kind, result.failure) == ("failed", "raised")
     assert result.reason == "NotImplementedError: no kernel for this"
 
 
 def test_bad_input_goes_to_the_function_that_users_call():
-    from types import SimpleNamespace
-
-    from iha_conformance.protocol import TargetInfo
-    from iha_conformance.targets.backends import BackendAdapter
     from iha_conformance.targets.worker import run_job
 
     def attention(**arguments):
@@ -424,9 +506,7 @@ def test_bad_input_goes_to_the_function_that_users_call():
     def attention_stages(**arguments):
         raise AssertionError("not what users call")
 
-    info = TargetInfo(name="x", framework="x", version="0", device="cpu", precision="default")
-    package = SimpleNamespace(attention=attention, attention_stages=attention_stages)
-    adapter = BackendAdapter(package, NamespaceBridge(np), info)
+    adapter = make_adapter(attention, attention_stages)
     assert run_job(adapter, make_job(capability="invalid")).reason == "ValueError: `q`: no"
 
 

@@ -56,7 +56,7 @@ class Limits:
         stages: values of the reference by stage name.
         limits: largest allowed |error| per element, by stage name; inf for what a stage holds of a
             key that key_mask drops, which is not compared ([STG-2]).
-        worst: worst case W of the output, before floor and factor.
+        worst: worst case E of the output, before floor and factor.
         exact: elements of the output that every conforming implementation gets right to the last bit.
         companions: further limits on the output, for random data.
     """

@@ -60,14 +60,16 @@ def _side_variance(chain: Chain, side: Side) -> tuple[Array, Array]:
         constants = tolerances()["operations"]
         cosine, sine = np.cos(side.angles), np.sin(side.angles)
         first, second = lane_pairs(side.mixed.value.shape[-1], chain.config.rope_pairing)
-        squares = np.empty_like(mixed)
+        u, eta = chain.arithmetic.u, chain.arithmetic.storage.eta
         x = side.mixed.value
+        mixing = side.mixed.magnitude[..., first] + side.mixed.magnitude[..., second]
+        work = constants["rotation"] * (chain.arithmetic.A * mixing) ** 2
+        # One of the storage roundings is the table's, which `_table_errors` has, the other the products'.
+        added = np.empty_like(mixed)
         for lane, partner in ((first, second), (second, first)):
-            squares[..., lane] = (x[..., lane] * cosine) ** 2 + (x[..., partner] * sine) ** 2
-        # One of the storage roundings is the table's, which `_table_errors` has.
-        u2 = (constants["rotation_storage"] - 1) * chain.arithmetic.u**2
-        A2 = constants["rotation"] * chain.arithmetic.A**2
-        added = (u2 + A2) * squares / 3 + side.rotated.stored**2 / 3
+            along, across = np.abs(x[..., lane] * cosine), np.abs(x[..., partner] * sine)
+            added[..., lane] = ((u * along + eta) ** 2 + (u * across + eta) ** 2 + work) / 3
+        added += side.rotated.stored**2 / 3
         added = np.where(side.rotated.error == side.mixed.error, 0.0, added)
     return mixed, added + (side.operand.error - side.rotated.error) ** 2 / 3
 
@@ -219,11 +221,12 @@ def _table_errors(
     x = x.reshape(*x.shape[:3], *[1] * (gradient.ndim - 4), x.shape[-1])
     g1, g2, x1, x2 = gradient[..., first], gradient[..., second], x[..., first], x[..., second]
     angles = side.angles[:, :, 0]
-    u = np.where(angles != 0, chain.arithmetic.u, 0.0)
-    return [
-        (g1 * x1 + g2 * x2, (u * np.cos(angles)) ** 2 / 3),
-        (g2 * x1 - g1 * x2, (u * np.sin(angles)) ** 2 / 3),
-    ]
+    u, eta = chain.arithmetic.u, chain.arithmetic.storage.eta
+    cosine, sine = (
+        np.where(angles == 0, 0.0, (u * np.abs(entry) + eta) ** 2 / 3)
+        for entry in (np.cos(angles), np.sin(angles))
+    )
+    return [(g1 * x1 + g2 * x2, cosine), (g2 * x1 - g1 * x2, sine)]
 
 
 def _per_entry(chain: Chain, adjoint: Array, variance: Array) -> tuple[Array, Array]:

@@ -132,7 +132,7 @@ def rotated(
     *,
     true_angles: bool = False,
 ) -> Quantity:
-    """Rotation, equation (6); a rotation by angle 0 is exact and changes nothing.
+    """Rotation, equation (6); a rotation by angle 0, or of zeros, is exact and changes nothing.
 
     With `true_angles`, what [ROPE-5] allows the angles is left out.
     """
@@ -141,11 +141,15 @@ def rotated(
     constants = tolerances()["operations"]
     first, second = lane_pairs(value.shape[-1], pairing)
     cosine, sine = np.abs(np.cos(angles)), np.abs(np.sin(angles))
-    relative = constants["rotation_storage"] * arithmetic.u + constants["rotation"] * arithmetic.A
+    u, eta = arithmetic.u, arithmetic.storage.eta
     # The exponent of the frequency is rounded, which the power magnifies by its logarithm.
     angle_error = (constants["angle"] + np.abs(np.log(frequency))) * 2.0**-53 * np.abs(angles)
     if true_angles:
         angle_error = np.zeros_like(angles)
+
+    # In two steps around the mixing, errors are relative to what is mixed and not to the mixture.
+    mixing = x.magnitude[..., first] + x.magnitude[..., second]
+    work = (constants["rotation"] * arithmetic.A + angle_error) * mixing
 
     own = np.empty_like(value)
     propagated = np.empty_like(value)
@@ -154,11 +158,12 @@ def rotated(
     for lane, partner in ((first, second), (second, first)):
         along, across = np.abs(x.value[..., lane]), np.abs(x.value[..., partner])
         magnitude[..., lane] = along * cosine + across * sine
-        own[..., lane] = relative * magnitude[..., lane] + angle_error * (along * sine + across * cosine)
+        stored_table = constants["rotation_storage"] * u * magnitude[..., lane] + eta * (along + across + 2)
+        own[..., lane] = stored_table + work
         propagated[..., lane] = cosine * x.error[..., lane] + sine * x.error[..., partner]
-        unturned[..., lane] = angles == 0
+        unturned[..., lane] = (angles == 0) | (mixing == 0)
     own = np.where(unturned, 0.0, own)
-    exact = x.exact & (unturned | (magnitude == 0))
+    exact = x.exact & unturned
     incoming = propagated + own
     stored = np.where(unturned, 0.0, rounding(value, incoming, exact, arithmetic))
     return Quantity(
@@ -186,7 +191,7 @@ def scaled_operand(x: Quantity, scale: float, arithmetic: Arithmetic) -> Quantit
     """
     if _root_is_power_of_two(scale):
         return x
-    extra = arithmetic.u * np.abs(x.value)
+    extra = np.where(x.value == 0, 0.0, arithmetic.u * np.abs(x.value) + arithmetic.storage.eta)
     return dataclasses.replace(x, error=x.error + extra, exact=x.exact & (x.value == 0))
 
 

@@ -29,6 +29,7 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
     same_batch = options.pop("same_batch", False)
     wide_parameters = options.pop("float32_parameters", False)
     poison = options.pop("poison", None)
+    nan = options.pop("nan", {})
     tensors = RECIPES[case.recipe](case.id, case.sizes, **options)
     if collapse_kind == "per_head":
         tensors["collapse"] = _per_head(tensors["collapse"], case.recipe)
@@ -42,6 +43,8 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
         dropped = ~inputs["key_mask"]
         for name in ("k", "v"):
             inputs[name][dropped] = float(poison)
+    for name, index in nan.items():
+        inputs[name][tuple(index)] = np.nan
     inputs |= {name: _replacement(written) for name, written in case.replace.items()}
     return inputs
 

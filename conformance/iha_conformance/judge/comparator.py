@@ -24,6 +24,9 @@ AXES = {
 }
 """Axes of each stage in the letters of SPEC.md."""
 
+FEWEST_DIGITS, MOST_DIGITS = 6, 17
+"""Significant digits of a number in a reason; 17 tell any two float64 apart."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
@@ -79,8 +82,7 @@ def compare(
         return Comparison(
             False,
             None,
-            f"`{stage}`{_where(stage, index)}: expected {exact[index]:.6g}, got {values[index]:.6g}"
-            f" ({_count(wrong_kind)})",
+            f"`{stage}`{_where(stage, index)}: {_both(exact[index], values[index])} ({_count(wrong_kind)})",
         )
     judged = compared & finite
     if not np.any(judged):
@@ -92,7 +94,7 @@ def compare(
         return Comparison(True, worst)
     index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     reason = (
-        f"`{stage}`{_where(stage, index)}: expected {exact[index]:.6g}, got {values[index]:.6g};"
+        f"`{stage}`{_where(stage, index)}: {_both(exact[index], values[index])};"
         f" the error {error[index]:.2g} is {worst:.3g} x its limit {limit[index]:.2g} ({_count(ratio > 1)})"
     )
     return Comparison(False, worst if np.isfinite(worst) else None, reason)
@@ -104,6 +106,15 @@ def _holds(dtype: str, needed: str) -> bool:
         return False
     wide, narrow = arithmetic(dtype).storage, arithmetic(needed).storage
     return wide.bits >= narrow.bits and wide.max_exponent >= narrow.max_exponent
+
+
+def _both(exact: float, found: float) -> str:
+    """Two numbers that differ, with as many digits as it takes to see that they do."""
+    for digits in range(FEWEST_DIGITS, MOST_DIGITS + 1):
+        texts = f"{exact:.{digits}g}", f"{found:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return f"expected {texts[0]}, got {texts[1]}"
 
 
 def _first(wrong: NDArray[np.bool_]) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,23 +50,31 @@ def _values(dtype: str, expectation: Expectation, result: Result) -> Verdict:
         )
     if "output" not in result.arrays:
         return Verdict(status="failed", stage="output", reason="missing: no `output` among the results")
-    ratios: list[float | None] = []
-    first: tuple[str, Comparison] | None = None
-    for stage, comparison in _comparisons(dtype, expectation, result):
-        ratios.append(comparison.ratio)
-        if first is None and not comparison.passed:
-            first = stage, comparison
-    finite = [ratio for ratio in ratios if ratio is not None]
-    worst = max(finite) if len(finite) == len(ratios) else None
-    if first is not None:
-        return Verdict(status="failed", ratio=worst, stage=first[0], reason=first[1].reason)
+    compared = list(_comparisons(dtype, expectation, result))
+    finite = [comparison.ratio for _, comparison in compared if comparison.ratio is not None]
+    worst = max(finite) if len(finite) == len(compared) else None
+    for stage, comparison in compared:
+        if not comparison.passed:
+            reason = f"{comparison.reason}{_worse_elsewhere(comparison, compared)}"
+            return Verdict(status="failed", ratio=worst, stage=stage, reason=reason)
     note = "second run differs in bits" if result.repeatable is False else None
     return Verdict(status="passed", ratio=worst, reason=note)
 
 
-def _comparisons(
-    dtype: str, expectation: Expectation, result: Result
-) -> Iterator[tuple[str, Comparison]]:
+def _worse_elsewhere(first: Comparison, compared: Sequence[tuple[str, Comparison]]) -> str:
+    """Where the worst ratio is, if not where the first fault is: the reason gives the ratio there."""
+    if first.ratio is None:
+        return ""
+    for stage, comparison in compared:
+        if comparison.ratio is None:
+            return f"; `{stage}` is wrong beyond any number"
+    stage, worst = max(compared, key=lambda item: item[1].ratio or 0.0)
+    if worst is first or worst.ratio == first.ratio:
+        return ""
+    return f"; the worst ratio, {worst.ratio:.3g}, is that of `{stage}`"
+
+
+def _comparisons(dtype: str, expectation: Expectation, result: Result) -> Iterator[tuple[str, Comparison]]:
     limits = expectation.limits
     for stage in STAGES:
         if stage in result.arrays and stage in limits.limits:

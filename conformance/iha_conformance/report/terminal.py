@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
+from rich.box import Box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -17,6 +19,29 @@ from iha_conformance.protocol import DTYPES
 from iha_conformance.report.output import console
 from iha_conformance.runner import DIFFERS, Row, Summary, TargetReport
 from iha_conformance.selection import Filters
+
+PLAIN_WIDTH = 100
+"""Columns that the table keeps to where no terminal says how many there are."""
+
+TITLES = ("target", "dtype", "passed", "failed", "skipped", "n/a", "worst\nratio", "seconds", "kernels")
+NUMBERS = ("passed", "failed", "skipped", "n/a", "worst\nratio", "seconds")
+OPTIONAL = ("skipped", "n/a", "kernels")
+"""Columns of the table, those that are numbers, and those that are left out where they are empty."""
+
+GAP = 2
+"""Blank columns between two of the table's."""
+
+LEAST_ROOM = 12
+"""Columns that kernels have in any case."""
+
+PLAIN = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+"""One line, below the titles: every encoding has it, and it costs no width."""
+
+MAX_FAILURES = 25
+"""Failed cases that are listed for a target; a systematic fault has hundreds."""
+
+MAX_REQUIREMENTS = 3
+"""Requirements that are named for a failed case; `iha case ID` names all."""
 
 
 class ProgressBar:
@@ -72,8 +97,9 @@ def print_report(
         fault: why the run as a whole does not count, if so.
     """
     out = console(stream)
-    out.print(_table(reports))
+    out.print(_table(reports, out.width if out.is_terminal else PLAIN_WIDTH))
     lines = [
+        *_legend(reports),
         *_failures(reports),
         *_unrepeatable(reports),
         *_left_out(reports),
@@ -88,59 +114,123 @@ def _print_line(out: Console, line: str) -> None:
     out.print(Text(line), soft_wrap=True)
 
 
-def _table(reports: Sequence[TargetReport]) -> Table:
-    table = Table()
-    for title in ("target", "dtype"):
-        table.add_column(title)
-    for title in ("passed", "failed", "skipped", "n/a", "worst ratio", "seconds"):
-        table.add_column(title, justify="right")
-    table.add_column("kernels")
-    for report in reports:
-        info = report.info
-        name = f"{info.name} ({info.framework} {info.version}, {info.device}, {info.precision})"
-        for dtype in DTYPES:
-            rows = [row for row in report.rows if row.dtype == dtype]
-            if rows:
-                table.add_row(name, dtype, *_cells(rows))
-                name = ""
+def _table(reports: Sequence[TargetReport], width: int) -> Table:
+    """The counts of each target in each dtype, in no more columns than that if it can be done."""
+    blocks = [_block(report) for report in reports]
+    rows = [row for block in blocks for row in block]
+    titles = [t for t in TITLES if t not in OPTIONAL or any(row[t].plain not in ("", "0") for row in rows)]
+    widths = {t: max(_columns(text) for text in (Text(t), *(row[t] for row in rows))) for t in titles}
+    room = width - sum(widths[t] + GAP for t in titles if t != "kernels")
+    table = Table(box=PLAIN, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="right" if title in NUMBERS else "left", overflow="fold")
+    for block in blocks:
+        for row in block:
+            row["kernels"] = _fold(row["kernels"], max(room, LEAST_ROOM))
+            table.add_row(*(row[title] for title in titles))
         table.add_section()
     return table
 
 
-def _cells(rows: Sequence[Row]) -> list[Text]:
+def _columns(text: Text) -> int:
+    return max((line.cell_len for line in text.split("\n")), default=0)
+
+
+def _block(report: TargetReport) -> list[dict[str, Text]]:
+    """The rows of one target, a dtype each; what the target is stands below its name."""
+    info = report.info
+    # The framework of a built-in target is part of its name.
+    framework = "" if info.framework in info.name.split(":") else f"{info.framework} "
+    about = [info.name, f"{framework}{info.version}, {info.device}", f"precision {info.precision}"]
+    by_dtype = {dtype: [row for row in report.rows if row.dtype == dtype] for dtype in DTYPES}
+    block = [{"dtype": Text(dtype), **_cells(rows)} for dtype, rows in by_dtype.items() if rows]
+    for index, row in enumerate(block):
+        last = index == len(block) - 1
+        row["target"] = Text("\n".join(about[index:] if last else about[index : index + 1]))
+    return block
+
+
+def _cells(rows: Sequence[Row]) -> dict[str, Text]:
+    """What one row of the table says of its cases."""
     count = Summary.of(rows)
     ratios = [row.ratio for row in rows if row.ratio is not None]
     ratios += [math.inf for row in rows if row.ratio is None and row.stage]  # wrong beyond any number
     kernels = Counter(row.kernel for row in rows if row.kernel)
-    return [
-        Text(str(count.passed), style="green" if count.passed else ""),
-        Text(str(count.failed), style="bold red" if count.failed else ""),
-        Text(str(count.skipped), style="yellow" if count.skipped else ""),
-        Text(str(count.not_applicable)),
-        Text(f"{max(ratios):.3g}" if ratios else "-"),
-        Text(f"{sum(row.seconds for row in rows):.2f}"),
-        Text(", ".join(f"{name} {times}" for name, times in sorted(kernels.items())) or "-"),
+    return {
+        "passed": Text(str(count.passed), style="green" if count.passed else ""),
+        "failed": Text(str(count.failed), style="bold red" if count.failed else ""),
+        "skipped": Text(str(count.skipped), style="yellow" if count.skipped else ""),
+        "n/a": Text(str(count.not_applicable)),
+        "worst\nratio": Text(f"{max(ratios):.3g}" if ratios else "-"),
+        "seconds": Text(f"{sum(row.seconds for row in rows):.2f}"),
+        "kernels": Text("\n".join(f"{name} {times}" for name, times in sorted(kernels.items()))),
+    }
+
+
+def _fold(kernels: Text, width: int) -> Text:
+    """Kernels in one line if they fit, otherwise each on lines of its own, broken within names if need be."""
+    joined = Text(", ".join(kernels.plain.split("\n")))
+    if joined.cell_len <= width:
+        return joined
+    lines: list[str] = []
+    for kernel in kernels.plain.split("\n"):
+        lines.append("")
+        for piece in re.findall(r"[^_ ]*[_ ]|[^_ ]+", kernel):
+            if lines[-1] and len(lines[-1] + piece.rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
+    return Text("\n".join(line.rstrip() for line in lines))
+
+
+def _legend(reports: Sequence[TargetReport]) -> list[str]:
+    """What the table's words mean."""
+    lines = [
+        "worst ratio: largest error / its limit; 1 is the limit, a conforming result stays at or below 0.5",
+        "seconds: the target's own time",
     ]
+    cases: dict[str, set[str]] = {}
+    for report in reports:
+        for row in report.rows:
+            if row.status == "not_applicable":
+                cases.setdefault(row.capability or "unnamed", set()).add(row.id)
+    if cases:
+        needs = ", ".join(f"{name!r} ({_cases(len(ids))})" for name, ids in cases.items())
+        lines[-1] += f"; n/a: needs a capability it does not declare, {needs}"
+    return lines
 
 
 def _failures(reports: Sequence[TargetReport]) -> list[str]:
-    return [
-        f"FAILED {report.info.name}: {describe_failure(row)}"
-        for report in reports
-        for row in report.rows
-        if row.status == "failed"
-    ]
+    """A line for each failed case, whatever the number of its dtypes, up to `MAX_FAILURES` a target."""
+    lines = []
+    for report in reports:
+        failed: dict[str, list[Row]] = {}
+        for row in report.rows:
+            if row.status == "failed":
+                failed.setdefault(row.id, []).append(row)
+        start = f"FAILED {report.info.name}: "
+        lines += [start + describe_failure(rows) for rows in list(failed.values())[:MAX_FAILURES]]
+        if len(failed) > MAX_FAILURES:
+            more = _cases(len(failed) - MAX_FAILURES).replace(" ", " more ")
+            lines.append(f"{start}{more} failed, too; --json FILE has them all")
+    return lines
 
 
-def describe_failure(row: Row) -> str:
-    """A failed case on one line: id, dtype, first wrong stage, ratio, reason, requirements."""
-    parts = [row.id, row.dtype]
+def describe_failure(rows: Sequence[Row]) -> str:
+    """A failed case on one line: id, dtypes; first wrong stage and reason of the first; requirements.
+
+    Args:
+        rows: the failed rows of one case for one target, at least one.
+    """
+    row = rows[0]
+    parts = [f"{row.id}, {', '.join(row.dtype for row in rows)}"]
+    if len(rows) > 1:
+        parts.append(f"in {row.dtype}")
     if row.stage:
-        parts.append(f"stage {row.stage}")
-    if row.ratio is not None:
-        parts.append(f"ratio {row.ratio:.3g}")
-    requirements = " ".join(f"[{name.strip('[]')}]" for name in row.requirements)
-    return f"{', '.join(parts)}: {row.reason or 'no reason given'} {requirements}".rstrip()
+        parts.append(f"first wrong stage {row.stage}")
+    shown = [f"[{name.strip('[]')}]" for name in row.requirements[:MAX_REQUIREMENTS]]
+    if len(row.requirements) > MAX_REQUIREMENTS:
+        shown.append("...")
+    return " ".join([f"{': '.join(parts)}: {row.reason or 'no reason given'}", *shown])
 
 
 def _unrepeatable(reports: Sequence[TargetReport]) -> list[str]:
@@ -155,8 +245,8 @@ def _unrepeatable(reports: Sequence[TargetReport]) -> list[str]:
 
 
 def _left_out(reports: Sequence[TargetReport]) -> list[str]:
-    """Cases that were not executed, grouped by reason."""
-    words = {"skipped": "SKIPPED", "refused": "REFUSED", "not_applicable": "NOT APPLICABLE"}
+    """Cases that were not executed, grouped by reason; the legend has those that do not apply."""
+    words = {"skipped": "SKIPPED", "refused": "REFUSED"}
     lines = []
     for report in reports:
         groups = Counter((row.status, row.reason) for row in report.rows if row.status in words)
@@ -168,10 +258,12 @@ def _left_out(reports: Sequence[TargetReport]) -> list[str]:
 def _verdict(reports: Sequence[TargetReport], filters: Filters, version: str, fault: str | None) -> str:
     count = Summary.of([row for report in reports for row in report.rows])
     targets = f"{len(reports)} target" + ("" if len(reports) == 1 else "s")
-    verdict = "FAILED" if count.failed else "NO VERDICT" if fault else "PASSED"
     if count.failed:
-        bad = [report.info.name for report in reports if report.summary.failed]
-        verdict += f" by {', '.join(bad)}"
+        verdict = "FAILED by " + ", ".join(report.info.name for report in reports if report.summary.failed)
+    elif fault:
+        verdict = "NO VERDICT"
+    else:
+        verdict = f"PASSED what was executed; {count.skipped} skipped" if count.skipped else "PASSED"
     limited = f" (filtered: {filters})" if filters else ""
     return (
         f"IHA {version}, {targets}: {count.executed} of {_cases(count.expected)} executed,"

@@ -14,12 +14,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from iha_conformance.protocol import Inputs, TargetInfo, TargetUnavailable
-from iha_conformance.targets.messages import Arrays, RefusedError, describe
+from iha_conformance.protocol import UNDECLARED, Inputs, TargetInfo, TargetUnavailable
+from iha_conformance.targets.messages import Arrays, RefusedError, WrongReturnError, describe
 
 ARRAY_API = "array-api"
 NAMESPACES = ("numpy", "array_api_strict", "torch")
 """Array API namespaces that `--backend array-api` means, where they are installed."""
+
+UNROUNDED = ("numpy", "array_api_strict")
+"""Namespaces that multiply unrounded operands on the CPU, whatever the environment says ([NUM-8])."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,11 +173,15 @@ class BackendAdapter:
         stages, kernel = self._package.attention_stages(
             **self._native(inputs), config=self._make_config(config)
         )
-        return {stage: self._bridge.to_numpy(value) for stage, value in stages.items()}, kernel
+        arrays = {stage: self._bridge.to_numpy(value) for stage, value in stages.items()}
+        _check_output_dtype(arrays, inputs)
+        return arrays, kernel
 
     def plain(self, inputs: Inputs, config: dict[str, Any]) -> Arrays:
         output = self._package.attention(**self._native(inputs), config=self._make_config(config))
-        return {"output": self._bridge.to_numpy(output)}
+        arrays = {"output": self._bridge.to_numpy(output)}
+        _check_output_dtype(arrays, inputs)
+        return arrays
 
     def _native(self, inputs: Inputs) -> dict[str, Any]:
         # A case of bad input may hold something else than arrays; it is for the backend to say so.
@@ -182,6 +189,16 @@ class BackendAdapter:
             name: self._bridge.to_native(value) if isinstance(value, np.ndarray) else value
             for name, value in inputs.items()
         }
+
+
+def _check_output_dtype(arrays: Arrays, inputs: Inputs) -> None:
+    """A backend's output has the dtype of q, no wider one either ([TYP-1])."""
+    output, q = arrays.get("output"), inputs.get("q")
+    # No q to compare with in some cases of bad input: those fail for having been accepted.
+    if output is not None and isinstance(q, np.ndarray) and output.dtype != q.dtype:
+        raise WrongReturnError(
+            f"`output` dtype: expected {q.dtype.name}, that of q ([TYP-1]), got {output.dtype.name}"
+        )
 
 
 def load(name: str, device: str | None) -> BackendAdapter:
@@ -204,7 +221,7 @@ def load(name: str, device: str | None) -> BackendAdapter:
         if not hasattr(framework, "asarray"):
             raise TargetUnavailable(f"backend {name!r}: expected an Array API namespace, which has asarray")
         bridge = NamespaceBridge(framework)
-        on, precision = "cpu", "default"
+        on, precision = "cpu", "highest" if framework.__name__ in UNROUNDED else UNDECLARED
     version = str(getattr(framework, "__version__", "unknown"))
     info = TargetInfo(
         name=name, framework=framework.__name__, version=version, device=on, precision=precision

@@ -5,7 +5,7 @@
 `inputs` holds the arguments that the case has, in the case's dtype (bfloat16 as
 `ml_dtypes.bfloat16`; query_offset is an int or an int64 array), `config` all fields of the
 configuration. The result is the output, or any of the stages by name, "output" among them.
-`fn.capabilities` may be a set of names, such as {"invalid"}.
+`fn.capabilities` may be a set of names, such as {"invalid"}; see `protocol.CAPABILITIES`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from __future__ import annotations
 import importlib
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
-from iha_conformance.protocol import Inputs, TargetInfo, TargetUnavailable
-from iha_conformance.targets.messages import Arrays, OutputMissingError, RefusedError, describe
+from iha_conformance.protocol import CAPABILITIES, UNDECLARED, Inputs, TargetInfo, TargetUnavailable
+from iha_conformance.targets.messages import (
+    Arrays,
+    OutputMissingError,
+    RefusedError,
+    WrongReturnError,
+    describe,
+)
 
 
 class CallableAdapter:
@@ -33,7 +39,7 @@ class CallableAdapter:
             framework="python",
             version=platform.python_version(),
             device="cpu",
-            precision="default",
+            precision=UNDECLARED,
         )
 
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, None]:
@@ -53,8 +59,11 @@ def as_arrays(returned: object) -> Arrays:
     """What a callable returned, as arrays by stage name; copies, since the callable may reuse its own.
 
     Raises:
-        OutputMissingError: there is no output, or something in its place that is not an array of numbers.
+        OutputMissingError: there is no output.
+        WrongReturnError: there is something that is not an array of numbers.
     """
+    if returned is None:
+        raise OutputMissingError("expected the output or a dict of stages, got None")
     stages = returned if isinstance(returned, dict) else {"output": returned}
     if "output" not in stages:
         found = ", ".join(map(repr, stages)) or "nothing"
@@ -62,11 +71,11 @@ def as_arrays(returned: object) -> Arrays:
     arrays: Arrays = {}
     for stage, value in stages.items():
         if not isinstance(stage, str):
-            raise OutputMissingError(f"expected stages by name, got the key {stage!r}")
+            raise WrongReturnError(f"expected stages by name, got the key {stage!r}")
         if not isinstance(value, np.ndarray):
-            raise OutputMissingError(f"{stage}: expected a numpy array, got {type(value).__name__}")
+            raise WrongReturnError(f"`{stage}`: expected a numpy array, got {type(value).__name__}")
         if value.dtype.hasobject or value.dtype.kind in "SUMm" or value.dtype.names:
-            raise OutputMissingError(f"{stage}: expected an array of numbers, got dtype {value.dtype}")
+            raise WrongReturnError(f"`{stage}`: expected an array of numbers, got dtype {value.dtype}")
         arrays[stage] = np.array(value, subok=False)
     return arrays
 
@@ -96,12 +105,26 @@ def load(name: str, directory: str) -> CallableAdapter:
         path += "." + part
     if not callable(found):
         raise TargetUnavailable(f"target {name!r}: expected a callable, got {type(found).__name__}")
-    declared = getattr(found, "capabilities", ())
-    if isinstance(declared, str) or not all(isinstance(item, str) for item in declared):
+    return CallableAdapter(name, found, _capabilities(name, getattr(found, "capabilities", ())))
+
+
+def _capabilities(name: str, declared: object) -> frozenset[str]:
+    """What a callable declares, checked: a misspelt name would silently leave out its cases.
+
+    Raises:
+        TargetUnavailable: not a collection of known names.
+    """
+    if isinstance(declared, str) or not isinstance(declared, Collection):
         raise TargetUnavailable(
             f"target {name!r}: expected capabilities to be a set of names, got {declared!r}"
         )
-    return CallableAdapter(name, found, frozenset(declared))
+    unknown = [item for item in declared if item not in CAPABILITIES]
+    if unknown:
+        raise TargetUnavailable(
+            f"target {name!r}: expected capabilities among {', '.join(CAPABILITIES)},"
+            f" got {', '.join(sorted(map(repr, unknown)))}"
+        )
+    return frozenset(declared)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -71,7 +71,15 @@ class RefusedError(Exception):
 
 
 class OutputMissingError(Exception):
-    """The target returned, but not the arrays that it has to return."""
+    """The target returned, but not the output."""
+
+
+class WrongReturnError(Exception):
+    """The target returned something that nobody can use in place of an array.
+
+    No TypeError, though reports call it one: it is raised by the kit, and must not pass for the
+    refusal of bad input that some cases expect of a target.
+    """
 
 
 def one_line(text: str) -> str:

@@ -17,6 +17,9 @@ from typing import Any
 from iha_conformance.protocol import FailureKind, Job, Result, TargetInfo, TargetUnavailable
 from iha_conformance.targets.messages import Launch, Ready, Unavailable
 
+MAX_HANGS = 3
+"""Cases in a row that may hang; a target that always does would cost the time limit for each case."""
+
 START_SECONDS = 120.0
 """Time to import a target; generous, since a framework may start slowly on a busy machine."""
 
@@ -126,6 +129,7 @@ class ProcessTarget:
         self._launch = launch
         self._timeout = timeout
         self._about: Ready | None = None
+        self._hangs = 0  # in a row
         self._closed = False
         self._lock = threading.Lock()
         self._worker: Worker | None = None
@@ -143,7 +147,7 @@ class ProcessTarget:
         return self._introduction().capabilities
 
     def evaluate(self, jobs: Iterable[Job]) -> Iterator[Result]:
-        """One result for each job, whatever the target does."""
+        """One result for each job, whatever the target does; after `MAX_HANGS` in a row, failures."""
         for job in jobs:
             if self._closed:
                 return
@@ -160,6 +164,14 @@ class ProcessTarget:
         if job.capability is not None and job.capability not in self.capabilities:
             reason = f"the target does not declare the capability {job.capability!r}"
             return Result(case_id=job.case_id, dtype=job.dtype, kind="not_applicable", reason=reason)
+        if self._hangs >= MAX_HANGS:
+            return _failed(job, "hung", f"not run: hung {MAX_HANGS} times in a row")
+        result = self._run(job)
+        self._hangs = self._hangs + 1 if result.failure == "hung" else 0
+        return result
+
+    def _run(self, job: Job) -> Result:
+        """Have the worker carry out a job; starts and ends workers as needed."""
         try:
             worker = self._load()
         except TargetUnavailable as error:  # it loaded once, but not again

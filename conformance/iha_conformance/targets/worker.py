@@ -26,6 +26,7 @@ from iha_conformance.targets.messages import (
     Ready,
     RefusedError,
     Unavailable,
+    WrongReturnError,
     class_names,
     describe,
     one_line,
@@ -97,6 +98,9 @@ def run_job(adapter: Adapter, job: Job) -> Result:
         return result(kind="refused", reason=one_line(str(error)))
     except OutputMissingError as error:
         return result(kind="failed", failure="missing", reason=prefix + one_line(str(error)))
+    except WrongReturnError as error:
+        reason = f"{prefix}TypeError: {one_line(str(error))}"
+        return result(kind="failed", failure="raised", reason=reason, kernel=kernel, seconds=seconds)
     except BaseException as error:  # whatever a target raises is its result
         wants_to_end = isinstance(error, (SystemExit, KeyboardInterrupt))
         return result(

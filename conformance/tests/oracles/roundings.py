@@ -128,8 +128,9 @@ class Roundings:
         if self.angle:
             bound = (4 + np.abs(np.log(frequency))) * 2.0**-53 * np.abs(phi)
             phi = phi + errors(f"{stage} angle", phi.shape) * bound
-        # Three roundings of the accumulator in each product: two products and a sum share them.
-        product = np.hypot(self.u, np.sqrt(3.0) * self.A) if self.independent else self.u + 3 * self.A
+        x_input, alpha = self.tensors[name], self.tensors[f"alpha_{name}"]
+        mixing = np.einsum("bngj,ghp->bnphj", np.abs(x_input), np.abs(alpha)).reshape(unrotated.shape)
+        roundings = np.sqrt(6.0) if self.independent else 6.0
         table = {}
         for entry, value in (("cos", np.cos(phi)), ("sin", np.sin(phi))):
             entries = (
@@ -138,7 +139,7 @@ class Roundings:
             error = errors(f"{stage} {entry}", entries.shape)
             if self.config.rope == "token":
                 error = np.repeat(error, self.P, axis=-3)
-            table[entry] = value * (1 + self.u * turning * error)
+            table[entry] = value + (self.u * np.abs(value) + self.eta) * turning * error
         if self.config.rope_pairing == "half":
             first, second = np.arange(self.d // 2), np.arange(self.d // 2) + self.d // 2
         else:
@@ -152,8 +153,10 @@ class Roundings:
             for source, entry, factor in ((lane, "cos", 1.0), (partner, "sin", sign)):
                 size = np.abs(unrotated[..., source] * (np.cos(phi) if entry == "cos" else np.sin(phi)))
                 error = errors(f"{stage} {name_of_lane} {entry} product", unrotated[..., source].shape)
-                terms = terms + factor * x[..., source] * table[entry] + turning * product * size * error
-            lanes.append(terms)
+                rounded = turning * (self.u * size + self.eta) * error
+                terms = terms + factor * x[..., source] * table[entry] + rounded
+            work = roundings * self.A * (mixing[..., first] + mixing[..., second])
+            lanes.append(terms + turning * work * errors(f"{stage} {name_of_lane} work", work.shape))
         order = np.argsort(np.concatenate([first, second]))
         rotated = np.concatenate(np.broadcast_arrays(*lanes), axis=-1)[..., order]
         turned = np.concatenate([turning, turning], axis=-1)[..., order]
@@ -164,7 +167,8 @@ class Roundings:
         if _root_is_power_of_two(self.scale):
             return x
         exact = self.exact[f"rotated_{name}"]
-        return x + self.u * np.abs(exact) * errors(f"{name} scaled", exact.shape)
+        bound = np.where(exact == 0, 0.0, self.u * np.abs(exact) + self.eta)
+        return x + bound * errors(f"{name} scaled", exact.shape)
 
     def _logits(self, q: Array, k: Array, errors: Errors) -> Array:
         exact_q, exact_k = self.exact["rotated_q"], self.exact["rotated_k"]
