@@ -1,8 +1,8 @@
 """Interleaved Head Attention: configuration, validation and the golden reference, NumPy only.
 
 `attention` is the specification in executable form; `bounds` derives how far a conforming
-implementation may be from it. Backends import the configuration, the validation and the errors
-from here and never the reference.
+implementation may be from it. Backends import the submodules `config`, `conditions`, `validation`
+and `errors`, and never the reference.
 """
 
 from iha_core.config import PROFILES, AttentionConfig, Profile

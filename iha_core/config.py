@@ -68,7 +68,8 @@ class AttentionConfig:
         """Build a configuration from plain values; absent fields take their defaults.
 
         Raises:
-            ConfigError: an unknown field, or a value that is not allowed.
+            ConfigError: an unknown field, or a value that is not allowed (a ValueError).
+            ArgumentTypeError: no mapping, or a value of the wrong type (a TypeError).
         """
         if not isinstance(fields, Mapping):
             raise ArgumentTypeError(
@@ -93,8 +94,8 @@ class AttentionConfig:
     def rope_frequencies(self, head_width: int) -> tuple[float, ...]:
         """Angle for each step of position, theta^(-2i/d) for i < d/2 ([ROPE-4], [ROPE-5]).
 
-        Rounding the exponent alone may cost ln(theta) roundoffs, so it is split into a part of 24
-        bits, whose products are exact, and the small rest.
+        For backends; the reference has its own. Rounding the exponent alone may cost ln(theta)
+        roundoffs, so it is split into a part of 24 bits, whose products are exact, and the small rest.
         """
         frequencies = []
         for lane in range(0, head_width, 2):
@@ -106,7 +107,12 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A named configuration together with the collapse tensors it allows ([PROF-1])."""
+    """A named configuration together with the collapse tensors it allows ([PROF-1]).
+
+    Attributes:
+        config: the configuration.
+        collapse: kinds of collapse: "global" is (H, H, P), "per_head" is (H, P).
+    """
 
     config: AttentionConfig
     collapse: tuple[CollapseKind, ...]
@@ -138,7 +144,10 @@ def _positive_real(field: str, value: object) -> float:
     expected = "a finite number > 0"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
-    real = float(value)
+    try:
+        real = float(value)
+    except OverflowError:
+        raise ConfigError(field, "", expected=expected, found="a number beyond float64") from None
     if not (math.isfinite(real) and real > 0):
         raise ConfigError(field, "", expected=expected, found=repr(real))
     return real
@@ -153,3 +162,4 @@ PROFILES: Mapping[str, Profile] = {
         collapse=("global", "per_head"),
     ),
 }
+"""Profiles by name, as in "IHA 1.0, profile `paper`"."""

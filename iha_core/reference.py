@@ -122,7 +122,7 @@ def attention_stages(
     Takes the arguments of `attention`. Returns mixed_q, mixed_k, mixed_v (B, T or S, H, d or e);
     rotated_q, rotated_k; logits (B, H, T, S), -inf where hidden (0 under normalisation "none");
     lse (B, H, T), absent under normalisation "none"; virtual_out (B, T, H, e); output
-    (B, N, H, e). Source: [STG-1].
+    (B, N, H, e). Raises what `attention` raises. Source: [STG-1].
     """
     dims = validate(
         q,
@@ -161,7 +161,8 @@ def attention_stages(
             segment_ids=segment_ids,
             kv_segment_ids=kv_segment_ids,
         )
-        raw_logits = scaled_products(stages["rotated_q"], stages["rotated_k"], config.resolve_scale(dims.d))
+        scale = config.resolve_scale(dims.d)  # [LOG-2]
+        raw_logits = scaled_products(stages["rotated_q"], stages["rotated_k"], scale)
         if config.normalisation == "softmax":
             stages["logits"] = np.where(visible[:, None], raw_logits, -np.inf)  # [LOG-3]
             weights, stages["lse"] = softmax(stages["logits"])
@@ -190,7 +191,10 @@ def mix(x: Array, alpha: Array) -> Array:
 
 
 def token_indices(dims: Dims, query_offset: ArrayLike | None) -> tuple[Integers, Integers]:
-    """Index of every query among the keys, and of every key ([IDX-1]): (B, N), (M,)."""
+    """Index of every query among the keys, and of every key: (B, N), (M,).
+
+    Equation (5); the queries are the last N tokens by default ([ARG-1], [ARG-2], [IDX-2]).
+    """
     offset = dims.M - dims.N if query_offset is None else query_offset
     per_row = np.broadcast_to(np.asarray(offset, dtype=np.int64), (dims.B,))
     return per_row[:, None] + np.arange(dims.N), np.arange(dims.M)
@@ -223,15 +227,16 @@ def visibility(
         visible &= tk <= tq
     elif config.causal == "token":  # [MASK-2]
         visible &= m <= n
+    # causal "none" has no condition: [MASK-3]
 
-    if config.window is not None:
+    if config.window is not None:  # [CFG-2]
         virtual_unit = config.window_unit == "virtual"
         distance = tq - tk if virtual_unit else n - m
         if config.causal == "none":  # [WIN-3]
             distance = np.abs(distance)
         visible &= distance < config.window * (P if virtual_unit else 1)  # [WIN-1], [WIN-2]
 
-    if segment_ids is not None:  # [SEG-1]
+    if segment_ids is not None:  # [SEG-1], [ARG-3]
         query_segment = np.repeat(np.asarray(segment_ids), P, axis=1)
         keys = segment_ids if kv_segment_ids is None else kv_segment_ids
         key_segment = np.repeat(np.asarray(keys), P, axis=1)
@@ -248,7 +253,10 @@ def visibility(
 def token_positions(
     query_index: Integers, key_index: Integers, positions: ArrayLike | None, kv_positions: ArrayLike | None
 ) -> tuple[Integers, Integers]:
-    """RoPE positions of queries and keys, index order by default ([POS-3]): (B, N), (B or 1, M)."""
+    """RoPE positions of queries and keys, index order by default: (B, N), (B or 1, M).
+
+    [POS-3], [ARG-4].
+    """
     if positions is None:
         return query_index, key_index[None, :]
     keys = positions if kv_positions is None else kv_positions
@@ -256,7 +264,7 @@ def token_positions(
 
 
 def rope_angles(position: Integers, dims: Dims, config: AttentionConfig) -> Array | None:
-    """Rotation angle of every virtual token and lane pair, (B or 1, T, 1, d/2) ([POS-1], [POS-2])."""
+    """Rotation angle of every virtual token and lane pair, (B or 1, T, 1, d/2): [POS-1], [POS-2]."""
     if config.rope == "none":
         return None
     P, d = dims.P, dims.d
@@ -319,9 +327,10 @@ def softmax(logits: Array) -> tuple[Array, Array]:
 
 
 def weighted_sum(weights: Array, mixed_v: Array, visible: Booleans) -> Array:
-    """Sum of visible values by weight ([OUT-1]); hidden values are never multiplied ([KEY-3]).
+    """Sum of visible values by weight ([OUT-1]); hidden values are never multiplied ([KEY-2], [KEY-3]).
 
-    (B, H, T, S), (B, S, H, e), (B, T, S) -> (B, T, H, e). Row by row, since 0 * NaN is NaN.
+    (B, H, T, S), (B, S, H, e), (B, T, S) -> (B, T, H, e). `where`, since 0 * NaN is NaN; row by row, so
+    that no array (B, H, T, S, e) is formed.
     """
     B, H, T, _ = weights.shape
     values = np.swapaxes(mixed_v, 1, 2)  # (B, H, S, e)

@@ -1,7 +1,7 @@
 """Validation of the operation's arguments, once for every backend.
 
-It reads nothing but `.shape` and `.dtype`, so the same lines serve NumPy, PyTorch, JAX, MLX and
-any Array API library, traced arrays included. SPEC.md [DIM-1], [DIM-2], [TYP-1] to [TYP-3],
+It reads nothing of an array but `.shape` and `.dtype`, so the same lines serve NumPy, PyTorch, JAX,
+MLX and any Array API library, traced arrays included. SPEC.md [DIM-1], [DIM-2], [TYP-1] to [TYP-3],
 [ARG-1] to [ARG-4], [ERR-1].
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from iha_core.config import AttentionConfig, Causal, CollapseKind
+from iha_core.config import AttentionConfig, CollapseKind
 from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError, ShapeError
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -83,7 +83,7 @@ def validate(
     if not isinstance(config, AttentionConfig):
         raise ArgumentTypeError("config", "", expected="an AttentionConfig", found=type(config).__name__)
     dims = _validate_floats(q, k, v, alpha_q, alpha_k, alpha_v, collapse)
-    if config.rope != "none" and dims.d % 2:
+    if config.rope != "none" and dims.d % 2:  # [ROPE-6]
         raise ShapeError(
             "q", "shape", expected=f"an even head width d with rope={config.rope!r}", found=f"d={dims.d}"
         )
@@ -95,38 +95,6 @@ def validate(
     _validate_pair("positions", positions, kv_positions, dims)
     _validate_offset(query_offset, dims)
     return dims
-
-
-def resolve_offset(query_offset: Any, dims: Dims) -> Any:
-    """A valid query offset as a plain int, by default M - N, or the array that it is ([ARG-1]).
-
-    Scalars of NumPy, which have a shape but are hashable numbers of the host, count as plain.
-    """
-    if query_offset is None:
-        return dims.M - dims.N
-    # Asked first, since a compiler cannot ask a symbolic integer for its attributes.
-    if isinstance(query_offset, int):
-        return query_offset
-    is_array = hasattr(query_offset, "shape") and not isinstance(query_offset, np.generic)
-    return query_offset if is_array else operator.index(query_offset)
-
-
-def binding_conditions(config: AttentionConfig, dims: Dims, offset: Any) -> tuple[Causal, int | None]:
-    """Causality and window, "none" or None where it provably hides no key at all.
-
-    Nothing is proved of an offset that is an array, whose values are not read, except that a window
-    beyond all distances of [IDX-2] hides nothing.
-    """
-    causal, window = config.causal, config.window
-    if window is not None and window >= 4 * MAX_TOKEN_INDEX:
-        window = None
-    if not isinstance(offset, int):
-        return causal, window
-    N, M, P = dims.N, dims.M, dims.P
-    first_sees_last = offset >= M if causal == "virtual" and P > 1 else offset >= M - 1
-    reaches_back = window is not None and offset + N <= window
-    reaches_ahead = window is not None and (config.causal != "none" or M - offset <= window)
-    return "none" if first_sees_last else causal, None if reaches_back and reaches_ahead else window
 
 
 def _validate_floats(q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v: Any, collapse: Any) -> Dims:
@@ -169,7 +137,7 @@ def _validate_floats(q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v
 
 
 def _validate_pair(argument: str, query_side: Any, key_side: Any, dims: Dims) -> None:
-    """One array serves both sides where N = M; the key side never stands alone ([ARG-3])."""
+    """One array serves both sides where N = M; the key side never stands alone ([ARG-3], [ARG-4])."""
     if query_side is None:
         if key_side is not None:
             raise ArgumentValueError(
@@ -194,9 +162,9 @@ def _validate_offset(query_offset: Any, dims: Dims) -> None:
     if query_offset is None:
         return
     # Plain integers first, since a compiler cannot ask a symbolic one for its attributes.
-    if isinstance(query_offset, int) and not isinstance(query_offset, bool):
-        expected = "token indices in [-2**31, 2**31)"
-        if not -MAX_TOKEN_INDEX <= query_offset < MAX_TOKEN_INDEX - dims.N:
+    if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
+        expected = "token indices in [-2**31, 2**31)"  # [IDX-2]
+        if not -MAX_TOKEN_INDEX <= query_offset <= MAX_TOKEN_INDEX - max(dims.N, 1):
             raise ArgumentValueError("query_offset", "", expected=expected, found=str(query_offset))
         return
     if hasattr(query_offset, "shape"):

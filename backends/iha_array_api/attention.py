@@ -16,9 +16,10 @@ from iha_array_api.kernels import composed
 from iha_array_api.masking import Wide, token_indices, visibility
 from iha_array_api.mixing import collapse_heads, compute_dtype, mix
 from iha_array_api.rope import rotate, rotation, token_positions
+from iha_core.conditions import resolve_offset
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError, ArgumentValueError
-from iha_core.validation import resolve_offset, validate
+from iha_core.validation import validate
 
 Array = Any
 

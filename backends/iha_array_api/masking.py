@@ -8,8 +8,9 @@ from typing import Any
 import array_api_compat.numpy
 import numpy as np
 
+from iha_core.conditions import binding_conditions, index_conditions
 from iha_core.config import AttentionConfig
-from iha_core.validation import Dims, binding_conditions
+from iha_core.validation import Dims
 
 Array = Any
 
@@ -80,17 +81,7 @@ def visibility(
     causal, window = binding_conditions(config, dims, offset)
     n, m = repeat_virtual(wide, query_index, P)[:, :, None], repeat_virtual(wide, key_index, P)[:, None, :]
     t, s = virtual(wide, query_index, P)[:, :, None], virtual(wide, key_index, P)[:, None, :]
-    conditions = []
-    if causal == "virtual":  # [MASK-1]
-        conditions.append(s <= t)
-    elif causal == "token":  # [MASK-2]
-        conditions.append(m <= n)
-    if window is not None:  # compared with t - W*P: the distance itself would be an int64 for every pair
-        virtual_unit = config.window_unit == "virtual"
-        query, key, width = (t, s, window * P) if virtual_unit else (n, m, window)
-        conditions.append(key > query - width)  # [WIN-1], [WIN-2]
-        if config.causal == "none":  # [WIN-3]
-            conditions.append(key < query + width)
+    conditions = index_conditions(config, causal, window, P, n=n, m=m, t=t, s=s)
     if segment_ids is not None:  # [SEG-1]
         keys = segment_ids if kv_segment_ids is None else kv_segment_ids
         query_segment = repeat_virtual(wide, wide.bring(segment_ids, "int64"), P)

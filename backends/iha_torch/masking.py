@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from iha_core.conditions import binding_conditions, index_conditions
 from iha_core.config import AttentionConfig
-from iha_core.validation import Dims, binding_conditions
+from iha_core.validation import Dims
 
 
 def token_indices(dims: Dims, offset: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -53,17 +54,7 @@ def visibility(
 
     n, m = repeat_virtual(query_index, P)[:, :, None], repeat_virtual(key_index, P)[:, None, :]
     t, s = virtual(query_index, P)[:, :, None], virtual(key_index, P)[:, None, :]
-    conditions = []
-    if causal == "virtual":  # [MASK-1]
-        conditions.append(s <= t)
-    elif causal == "token":  # [MASK-2]
-        conditions.append(m <= n)
-    if window is not None:  # compared with t - W*P: the distance itself would be an int64 for every pair
-        virtual_unit = config.window_unit == "virtual"
-        query, key, width = (t, s, window * P) if virtual_unit else (n, m, window)
-        conditions.append(key > query - width)  # [WIN-1], [WIN-2]
-        if config.causal == "none":  # [WIN-3]
-            conditions.append(key < query + width)
+    conditions = index_conditions(config, causal, window, P, n=n, m=m, t=t, s=s)
     if segment_ids is not None:  # [SEG-1]
         keys = segment_ids if kv_segment_ids is None else kv_segment_ids
         query_segment = repeat_virtual(segment_ids.to(torch.int64), P)

@@ -19,6 +19,9 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 CAPABILITIES = ("invalid", "gradient", "decode", "sharded")
 """What a target has to declare to be given the cases of it."""
 
+DIFFERS = "second run differs in bits"
+"""Remark on a case whose two runs did not give the same bits ([NUM-7])."""
+
 Inputs = Mapping[str, Any]
 """Arguments of `attention` by name: numpy arrays, and query_offset as an int or int64 array (B,)."""
 
@@ -108,7 +111,9 @@ class Verdict:
 
     Attributes:
         ratio: worst error divided by its limit; None where that is not a finite number.
-        stage: first stage (or companion) over its limit, None where all are within.
+        status: what became of the case.
+        stage: first stage over its limit, also "output" where only a companion is; None where all are
+            within.
         reason: one line: why it failed, was skipped or refused, or what is worth knowing.
     """
 

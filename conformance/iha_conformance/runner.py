@@ -15,14 +15,12 @@ from typing import Any
 
 from iha_conformance.corpus import Case, build_inputs
 from iha_conformance.judge import expect, judge
-from iha_conformance.protocol import Inputs, Job, Result, Status, Target, TargetInfo, Verdict
+from iha_conformance.protocol import DIFFERS, Inputs, Job, Result, Status, Target, TargetInfo, Verdict
 from iha_conformance.targets.messages import describe
 from iha_core import STAGES
 
 LOOKAHEAD = 128
 """How many cases a fast target may be ahead of the slowest one; bounds what is kept in memory."""
-
-DIFFERS = "second run differs in bits"
 
 Pair = tuple[Case, str]
 """A case and a dtype."""

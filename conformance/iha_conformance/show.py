@@ -207,7 +207,7 @@ def _head(case: Case, dtype: str) -> str:
     lines = {
         "family": case.family,
         "why": case.why,
-        "requirements": " ".join(f"[{name.strip('[]')}]" for name in case.requirements),
+        "requirements": " ".join(f"[{name}]" for name in case.requirements),
         "flags": ", ".join(sorted(case.flags)) or "none",
         "sizes": ", ".join(f"{letter}={size}" for letter, size in case.sizes.items()),
         "config": ", ".join(f"{field}={value!r}" for field, value in case.config.items()),

@@ -12,7 +12,8 @@ import pytest
 
 import iha_core
 from iha_core import PROFILES, AttentionConfig, ConfigError, Dims, IHAError, validate
-from iha_core.validation import binding_conditions, dtype_name
+from iha_core.conditions import binding_conditions
+from iha_core.validation import dtype_name
 
 
 @pytest.mark.requirement("CFG-1")
@@ -63,6 +64,7 @@ def test_profiles_are_those_of_the_specification() -> None:
         ("rope_theta", True, TypeError),
         ("rope_pairing", "interleaved", ValueError),
         ("scale", 0.0, ValueError),
+        ("scale", 10**400, ValueError),
         ("scale", -1.0, ValueError),
         ("scale", 1j, TypeError),
         ("normalisation", "sigmoid", ValueError),
@@ -221,6 +223,8 @@ def test_the_configuration_is_an_object() -> None:
         (np.zeros(3, int), ValueError),
         (np.zeros((2, 1), int), ValueError),
         (2**31, ValueError),
+        (2**31 - 4, ValueError),
+        (np.int64(2**40), ValueError),
         (-(2**31) - 1, ValueError),
         ("0", TypeError),
     ],
@@ -231,7 +235,9 @@ def test_a_wrong_offset_is_refused(offset: Any, error: type[Exception]) -> None:
 
 
 @pytest.mark.requirement("ARG-1", "ARG-2")
-@pytest.mark.parametrize("offset", [0, -7, np.int16(3), np.zeros((), np.int32), np.zeros(2, np.uint8)])
+@pytest.mark.parametrize(
+    "offset", [0, -7, 2**31 - 5, -(2**31), np.int16(3), np.zeros((), np.int32), np.zeros(2, np.uint8)]
+)
 def test_a_right_offset_is_taken(offset: Any) -> None:
     validate(**_arrays(), config=AttentionConfig(), query_offset=offset)
 
@@ -257,5 +263,6 @@ def _check_binding(config: AttentionConfig, dims: Dims, offset: int) -> None:
         np.testing.assert_array_equal(
             visible, iha_core.reference.visibility(query_index, key_index, dims, open_window)
         )
-    if causal == "none" and window is None and config.causal != "none":
-        assert visible.all()
+    if causal == "none":
+        causal_alone = dataclasses.replace(config, window=None)
+        assert iha_core.reference.visibility(query_index, key_index, dims, causal_alone).all()

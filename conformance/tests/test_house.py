@@ -37,7 +37,7 @@ MAY_IMPORT = {
         "torch",
     },
 }
-SHARED_WITH_BACKENDS = {"iha_core.config", "iha_core.errors", "iha_core.validation"}
+SHARED_WITH_BACKENDS = {"iha_core.conditions", "iha_core.config", "iha_core.errors", "iha_core.validation"}
 
 
 def _imports(package: str) -> Iterator[tuple[Path, str]]:

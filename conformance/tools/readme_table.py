@@ -6,14 +6,16 @@ python conformance/tools/readme_table.py REPORT.json README.md
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from iha_conformance.protocol import DTYPES
+
 BEGIN = "<!-- support table: made by `make readme`, do not edit -->"
 END = "<!-- end of support table -->"
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -40,8 +42,10 @@ def _cell(rows: list[dict[str, Any]]) -> str:
         reasons = sorted({row["reason"] for row in rows if row["reason"]})
         return reasons[0] if reasons else "not run"
     passed = sum(row["status"] == "passed" for row in executed)
-    worst = max((row["ratio"] for row in executed if row["ratio"] is not None), default=0.0)
-    return f"{passed} of {len(executed)}, {worst:.2f}"
+    ratios = [row["ratio"] for row in executed if row["ratio"] is not None or row["status"] == "failed"]
+    worst = max((math.inf if ratio is None else ratio for ratio in ratios), default=0.0)
+    refused = len([row for row in rows if row["status"] in ("refused", "skipped")])
+    return f"{passed} of {len(executed)}, {worst:.2f}" + (f", {refused} skipped" if refused else "")
 
 
 def main() -> None:

@@ -15,13 +15,12 @@ from iha_core.reference import (
     attention_stages,
     collapse_heads,
     rope_angles,
-    rope_frequencies,
     softmax,
     token_indices,
     token_positions,
     visibility,
 )
-from iha_core.validation import validate
+from iha_core.validation import Dims, validate
 
 CompanionKind = Literal["rms", "mean", "gain", "total mean", "total gain"]
 
@@ -99,6 +98,9 @@ def derive_limits(
     Returns:
         The exact stages and their limits.
 
+    Raises:
+        IHAError: bad input, as from `attention`.
+
     Source: SPEC.md chapter 6.
     """
     optional = {
@@ -110,108 +112,36 @@ def derive_limits(
         "query_offset": query_offset,
     }
     dims = validate(q, k, v, alpha_q, alpha_k, alpha_v, collapse, config=config, **optional)
-    q, k, v, alpha_q, alpha_k, alpha_v, collapse = (
-        np.asarray(x, dtype=np.float64) for x in (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
-    )
+    names = ("q", "k", "v", "alpha_q", "alpha_k", "alpha_v", "collapse")
+    arrays = (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
+    tensors = {name: np.asarray(x, dtype=np.float64) for name, x in zip(names, arrays, strict=True)}
     if key_mask is not None:
         # What the key mask drops has no influence whatever it holds, so zeros have the same limits.
         kept = np.asarray(key_mask)[:, :, None, None]
-        k, v = np.where(kept, k, 0.0), np.where(kept, v, 0.0)
-    stages = attention_stages(q, k, v, alpha_q, alpha_k, alpha_v, collapse, config=config, **optional)
+        tensors |= {name: np.where(kept, tensors[name], 0.0) for name in ("k", "v")}
+    stages = attention_stages(**tensors, config=config, **optional)
     rules = arithmetic(storage)
-    scale = config.resolve_scale(dims.d)
-    query_index, key_index = token_indices(dims, query_offset)
-    query_position, key_position = token_positions(query_index, key_index, positions, kv_positions)
-    visible = visibility(
-        query_index,
-        key_index,
-        dims,
-        config,
-        key_mask=key_mask,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-    )[:, None]
-
-    frequency = rope_frequencies(dims.d, config.rope_theta)
-    raw = np.where(visible, stages["logits"], 0.0)
-
-    def propagate(*, true_angles: bool = False) -> statistics.Chain:
-        """Carry the error bounds from the inputs to the output."""
-        sides = []
-        for name, x, alpha, position in (("q", q, alpha_q, query_position), ("k", k, alpha_k, key_position)):
-            mixed = worst.mixed(x, alpha, stages[f"mixed_{name}"], rules)
-            angles = rope_angles(position, dims, config)
-            rotated = worst.rotated(
-                mixed,
-                stages[f"rotated_{name}"],
-                angles,
-                frequency,
-                config.rope_pairing,
-                rules,
-                true_angles=true_angles,
-            )
-            operand = worst.scaled_operand(rotated, scale, rules)
-            sides.append(statistics.Side(mixed=mixed, rotated=rotated, operand=operand, angles=angles))
-        q_side, k_side = sides
-        mixed_v = worst.mixed(v, alpha_v, stages["mixed_v"], rules)
-        logits = worst.logits(q_side.operand, k_side.operand, raw, scale, rules)
-        if config.normalisation == "softmax":
-            weights = worst.softmax_weights(logits, softmax(stages["logits"])[0], visible, rules)
-        else:
-            weights = worst.linear_weights(logits, visible, rules)
-        virtual_out = worst.weighted_sum(weights, mixed_v, stages["virtual_out"], visible, rules)
-        return statistics.Chain(
-            arithmetic=rules,
-            config=config,
-            scale=scale,
-            q=q_side,
-            k=k_side,
-            v=mixed_v,
-            logits=logits,
-            weights=weights,
-            virtual_out=virtual_out,
-            output=worst.collapsed(virtual_out, collapse, stages["output"], rules),
-            R=worst.as_global(collapse),
-        )
 
     with np.errstate(invalid="ignore", over="ignore"):
-        chain = propagate()
-        output = chain.output
-        limits = {}
-        for name, stage in (
-            ("mixed_q", chain.q.mixed),
-            ("mixed_k", chain.k.mixed),
-            ("mixed_v", chain.v),
-            ("rotated_q", chain.q.rotated),
-            ("rotated_k", chain.k.rotated),
-            ("virtual_out", chain.virtual_out),
-        ):
-            limits[name] = _limit(stage.value, stage.error, stage.magnitude, rules.storage, rules)
-        if key_mask is not None:
+        chain = _propagate(tensors, stages, dims, config, rules, optional)
+        limits = _stage_limits(chain, stages)
+        if key_mask is not None:  # [STG-2]
             dropped = np.repeat(~np.asarray(key_mask), dims.P, axis=1)  # (B, S)
             for name in ("mixed_k", "mixed_v", "rotated_k"):
                 limits[name][dropped] = np.inf
-        limits["logits"] = _limit(raw, chain.logits.error, chain.logits.magnitude, rules.accumulator, rules)
-        if config.normalisation == "softmax":
-            lse_error = worst.log_sum(chain.logits, stages["lse"], chain.weights, visible, rules)
-            lse = np.where(np.isfinite(stages["lse"]), stages["lse"], 0.0)
-            limits["lse"] = _limit(lse, lse_error, np.abs(lse), rules.accumulator, rules)
-
-        # Magnitude of everything that made an output: sum |R| sum |a| |mixed_v|.
-        magnitude = collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
-        limits["output"] = _limit(output.value, output.error, magnitude, rules.storage, rules)
         companions: tuple[Companion, ...] = ()
-        if random and output.value.size:
-            # Rows of a table of angles err together, so their share of the worst case is not averaged.
-            turned = np.zeros_like(output.error)
+        if random and chain.output.value.size:
+            turned = np.zeros_like(chain.output.error)
             if config.rope != "none":
-                turned = np.maximum(0.0, output.error - propagate(true_angles=True).output.error)
-            turned *= tolerances()["limits"]["worst"] * _reference_share(rules)
+                # Rows of a table of angles err together, so their share of the worst case is not averaged.
+                exact = _propagate(tensors, stages, dims, config, rules, optional, angles="true")
+                turned = _factor(rules) * np.maximum(0.0, chain.output.error - exact.output.error)
             sigma = np.sqrt(statistics.element_variance(chain)) * _reference_share(rules)
-            floor = _floor(output.value, magnitude, rules.storage, rules)
             statistical = tolerances()["limits"]["element"] * sigma + turned
+            floor = _floor(chain.output.value, _output_magnitude(chain), rules.storage, rules)
             limits["output"] = np.maximum(floor, np.minimum(limits["output"], statistical))
-            companions = tuple(_companions(chain, sigma, magnitude, turned))
+            companions = tuple(_companions(chain, sigma, turned))
+    output = chain.output
     return Limits(
         stages={name: value for name, value in stages.items() if name in limits},
         limits=limits,
@@ -220,6 +150,93 @@ def derive_limits(
         exact=output.exact & (4 * output.error < rules.storage.spacing(output.value)),
         companions=companions,
     )
+
+
+def _propagate(
+    tensors: dict[str, Array],
+    stages: dict[str, Array],
+    dims: Dims,
+    config: AttentionConfig,
+    rules: Arithmetic,
+    optional: dict[str, Any],
+    *,
+    angles: Literal["allowed", "true"] = "allowed",
+) -> statistics.Chain:
+    """Carry the error bounds from the inputs to the output.
+
+    With `angles` "true", what [ROPE-5] allows the angles is left out.
+    """
+    scale = config.resolve_scale(dims.d)
+    query_index, key_index = token_indices(dims, optional["query_offset"])
+    positions = token_positions(query_index, key_index, optional["positions"], optional["kv_positions"])
+    masks = {name: optional[name] for name in ("key_mask", "segment_ids", "kv_segment_ids")}
+    visible = visibility(query_index, key_index, dims, config, **masks)[:, None]  # (B, 1, T, S)
+    sides = []
+    for name, position in zip("qk", positions, strict=True):
+        mixed = worst.mixed(tensors[name], tensors[f"alpha_{name}"], stages[f"mixed_{name}"], rules)
+        turn = rope_angles(position, dims, config)
+        rotated = worst.rotated(mixed, stages[f"rotated_{name}"], turn, config, rules, angles=angles)
+        operand = worst.scaled_operand(rotated, scale, rules)
+        sides.append(statistics.Side(mixed=mixed, rotated=rotated, operand=operand, angles=turn))
+    q_side, k_side = sides
+    mixed_v = worst.mixed(tensors["v"], tensors["alpha_v"], stages["mixed_v"], rules)
+    raw = np.where(visible, stages["logits"], 0.0)
+    logits = worst.logits(q_side.operand, k_side.operand, raw, scale, rules)
+    if config.normalisation == "softmax":
+        weights = worst.softmax_weights(logits, softmax(stages["logits"])[0], visible, rules)
+    else:
+        weights = worst.linear_weights(logits, visible, rules)
+    virtual_out = worst.weighted_sum(weights, mixed_v, stages["virtual_out"], visible, rules)
+    return statistics.Chain(
+        arithmetic=rules,
+        config=config,
+        scale=scale,
+        visible=visible,
+        q=q_side,
+        k=k_side,
+        v=mixed_v,
+        logits=logits,
+        weights=weights,
+        virtual_out=virtual_out,
+        output=worst.collapsed(virtual_out, tensors["collapse"], stages["output"], rules),
+        R=worst.as_global(tensors["collapse"]),
+    )
+
+
+def _stage_limits(chain: statistics.Chain, stages: dict[str, Array]) -> dict[str, Array]:
+    """Limits of all stages from their worst cases ([NUM-4])."""
+    rules = chain.arithmetic
+    limits = {
+        name: _limit(stage.value, stage.error, stage.magnitude, rules.storage, rules)
+        for name, stage in (
+            ("mixed_q", chain.q.mixed),
+            ("mixed_k", chain.k.mixed),
+            ("mixed_v", chain.v),
+            ("rotated_q", chain.q.rotated),
+            ("rotated_k", chain.k.rotated),
+            ("virtual_out", chain.virtual_out),
+        )
+    }
+    logits = chain.logits
+    limits["logits"] = _limit(logits.value, logits.error, logits.magnitude, rules.accumulator, rules)
+    if chain.config.normalisation == "softmax":
+        error = worst.log_sum(logits, stages["lse"], chain.weights, chain.visible, rules)
+        lse = np.where(np.isfinite(stages["lse"]), stages["lse"], 0.0)
+        limits["lse"] = _limit(lse, error, np.abs(lse), rules.accumulator, rules)
+    output = chain.output
+    limits["output"] = _limit(output.value, output.error, _output_magnitude(chain), rules.storage, rules)
+    return limits
+
+
+def _output_magnitude(chain: statistics.Chain) -> Array:
+    """Magnitude of everything that made an output: sum |R| sum |a| |mixed_v|, (B, N, H, e)."""
+    return collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
+
+
+def _factor(rules: Arithmetic) -> float:
+    """The limit as a multiple of the worst case."""
+    factor: float = tolerances()["limits"]["worst"] * _reference_share(rules)
+    return factor
 
 
 def _reference_share(rules: Arithmetic) -> float:
@@ -235,13 +252,10 @@ def _floor(value: Array, magnitude: Array, storage: Format, rules: Arithmetic) -
 
 
 def _limit(value: Array, error: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
-    factor = tolerances()["limits"]["worst"] * _reference_share(rules)
-    return np.asarray(np.maximum(_floor(value, magnitude, storage, rules), factor * error))
+    return np.asarray(np.maximum(_floor(value, magnitude, storage, rules), _factor(rules) * error))
 
 
-def _companions(
-    chain: statistics.Chain, sigma: Array, magnitude: Array, turned: Array
-) -> Iterator[Companion]:
+def _companions(chain: statistics.Chain, sigma: Array, turned: Array) -> Iterator[Companion]:
     """Limits on root mean square, mean and gain of the error ([NUM-6]).
 
     `turned` (B, N, H, e) is what the angles may add to the error of each element.
@@ -250,7 +264,7 @@ def _companions(
     share = _reference_share(chain.arithmetic)
     y = chain.output.value
     B, N, H, e = y.shape
-    bias = constants["bias"] * share * chain.arithmetic.A * magnitude + turned
+    bias = constants["bias"] * share * chain.arithmetic.A * _output_magnitude(chain) + turned
 
     def limit(w: Array, factor: float, *, per_batch: bool) -> Array:
         deviation = np.sqrt(statistics.functional_variance(chain, w, per_batch=per_batch))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from iha_core.bounds.formats import Arithmetic, Array, tolerances
 from iha_core.bounds.worst import Quantity, Weights, lane_pairs
@@ -19,7 +20,13 @@ from iha_core.config import AttentionConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """The query or the key side: its mixed and rotated stages and its rotation."""
+    """The query or the key side.
+
+    Attributes:
+        mixed, rotated: its stages, (B, T or S, H, d).
+        operand: the rotated stage as the product may use it, scaled and stored once more.
+        angles: its rotation, (B or 1, T or S, 1, d/2); None without one.
+    """
 
     mixed: Quantity
     rotated: Quantity
@@ -29,11 +36,23 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chain:
-    """All stages of one call, as the variance needs them."""
+    """All stages of one call with their errors.
+
+    Attributes:
+        arithmetic, config, scale: formats, configuration, factor of the logits.
+        visible: (B, 1, T, S).
+        q, k: the two sides of the logits.
+        v: mixed values (B, S, H, e).
+        logits, weights: (B, H, T, S).
+        virtual_out: (B, T, H, e).
+        output: (B, N, H, e).
+        R: the collapse as a global one, (H, H, P).
+    """
 
     arithmetic: Arithmetic
     config: AttentionConfig
     scale: float
+    visible: NDArray[np.bool_]
     q: Side
     k: Side
     v: Quantity
@@ -42,7 +61,6 @@ class Chain:
     virtual_out: Quantity
     output: Quantity
     R: Array
-    """Global collapse (H, H, P)."""
 
 
 def _own_variance(stage: Quantity) -> Array:

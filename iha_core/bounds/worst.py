@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from iha_core.bounds.formats import NO_GRID, Arithmetic, Array, grid, sum_is_exact, tolerances
-from iha_core.reference import collapse_heads, mix
+from iha_core.config import AttentionConfig
+from iha_core.reference import collapse_heads, mix, rope_frequencies
 
 Booleans = NDArray[np.bool_]
 
@@ -47,20 +48,6 @@ class Quantity:
     def grid(self) -> NDArray[np.int64]:
         """Grid exponent of every element, finer than anything where the value is not exact."""
         return np.where(self.exact, grid(self.value), _ANY_FINER)
-
-
-def given(x: Array) -> Quantity:
-    """An input: exact by definition, since it is already in its dtype."""
-    zeros = np.zeros_like(x)
-    return Quantity(
-        value=x,
-        error=zeros,
-        exact=np.ones(x.shape, dtype=np.bool_),
-        magnitude=np.abs(x),
-        stored=zeros,
-        summed=zeros,
-        terms=zeros,
-    )
 
 
 def rounding(value: Array, incoming: Array, exact: Booleans, arithmetic: Arithmetic) -> Array:
@@ -125,27 +112,28 @@ def mixed(x: Array, alpha: Array, value: Array, arithmetic: Arithmetic) -> Quant
 def rotated(
     x: Quantity,
     value: Array,
-    angles: Array | None,
-    frequency: Array,
-    pairing: str,
+    turn: Array | None,
+    config: AttentionConfig,
     arithmetic: Arithmetic,
     *,
-    true_angles: bool = False,
+    angles: Literal["allowed", "true"],
 ) -> Quantity:
     """Rotation, equation (6); a rotation by angle 0, or of zeros, is exact and changes nothing.
 
-    With `true_angles`, what [ROPE-5] allows the angles is left out.
+    `turn` (B or 1, T, 1, d/2) are the exact angles. With `angles` "true", what [ROPE-5] allows them to be
+    off is left out.
     """
-    if angles is None:
+    if turn is None:
         return x
     constants = tolerances()["operations"]
-    first, second = lane_pairs(value.shape[-1], pairing)
-    cosine, sine = np.abs(np.cos(angles)), np.abs(np.sin(angles))
+    first, second = lane_pairs(value.shape[-1], config.rope_pairing)
+    cosine, sine = np.abs(np.cos(turn)), np.abs(np.sin(turn))
     u, eta = arithmetic.u, arithmetic.storage.eta
     # The exponent of the frequency is rounded, which the power magnifies by its logarithm.
-    angle_error = (constants["angle"] + np.abs(np.log(frequency))) * 2.0**-53 * np.abs(angles)
-    if true_angles:
-        angle_error = np.zeros_like(angles)
+    frequency = rope_frequencies(value.shape[-1], config.rope_theta)
+    angle_error = (constants["angle"] + np.abs(np.log(frequency))) * 2.0**-53 * np.abs(turn)
+    if angles == "true":
+        angle_error = np.zeros_like(turn)
 
     # In two steps around the mixing, errors are relative to what is mixed and not to the mixture.
     mixing = x.magnitude[..., first] + x.magnitude[..., second]
@@ -161,7 +149,7 @@ def rotated(
         stored_table = constants["rotation_storage"] * u * magnitude[..., lane] + eta * (along + across + 2)
         own[..., lane] = stored_table + work
         propagated[..., lane] = cosine * x.error[..., lane] + sine * x.error[..., partner]
-        unturned[..., lane] = (angles == 0) | (mixing == 0)
+        unturned[..., lane] = (turn == 0) | (mixing == 0)
     own = np.where(unturned, 0.0, own)
     exact = x.exact & unturned
     incoming = propagated + own

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from iha_conformance.corpus.cases import Case
 from iha_conformance.judge.comparator import Comparison, compare
 from iha_conformance.judge.expectation import Expectation
-from iha_conformance.protocol import Result, Verdict
+from iha_conformance.protocol import DIFFERS, Result, Verdict
 from iha_core.bounds import Companion
 from iha_core.reference import STAGES
 
@@ -57,7 +57,7 @@ def _values(dtype: str, expectation: Expectation, result: Result) -> Verdict:
         if not comparison.passed:
             reason = f"{comparison.reason}{_worse_elsewhere(comparison, compared)}"
             return Verdict(status="failed", ratio=worst, stage=stage, reason=reason)
-    note = "second run differs in bits" if result.repeatable is False else None
+    note = DIFFERS if result.repeatable is False else None
     return Verdict(status="passed", ratio=worst, reason=note)
 
 

@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from iha_conformance.protocol import DTYPES
+from iha_conformance.protocol import DIFFERS, DTYPES
 from iha_conformance.report.output import console
-from iha_conformance.runner import DIFFERS, Row, Summary, TargetReport
+from iha_conformance.runner import Row, Summary, TargetReport
 from iha_conformance.selection import Filters
 
 PLAIN_WIDTH = 100
@@ -227,7 +227,7 @@ def describe_failure(rows: Sequence[Row]) -> str:
         parts.append(f"in {row.dtype}")
     if row.stage:
         parts.append(f"first wrong stage {row.stage}")
-    shown = [f"[{name.strip('[]')}]" for name in row.requirements[:MAX_REQUIREMENTS]]
+    shown = [f"[{name}]" for name in row.requirements[:MAX_REQUIREMENTS]]
     if len(row.requirements) > MAX_REQUIREMENTS:
         shown.append("...")
     return " ".join([f"{': '.join(parts)}: {row.reason or 'no reason given'}", *shown])

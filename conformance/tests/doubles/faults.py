@@ -398,7 +398,7 @@ class NarrowLogits(Port):
     """Logits stored in 16 bits."""
 
     def products(self, q: Array, k: Array, scale: float) -> Array:
-        narrow = "bfloat16" if self.dtype == "float32" else self.dtype
+        narrow = self.dtype if self.dtype in ("float16", "bfloat16") else "bfloat16"
         return cast(super().products(q, k, scale), narrow).astype(np.float64)
 
 
