@@ -202,9 +202,10 @@ def run(
     "--json", "json_name", metavar="FILE", help="Write the same as JSON; large arrays are cut there, too."
 )
 def case(case_id: str | None, dtype: str | None, family: tuple[str, ...], json_name: str | None) -> int:
-    """Print one case: why it exists, its mask, inputs, stages and their limits.
+    """Print one case, or list them all.
 
-    Without ID: a line for each case, with its flags and why it exists.
+    With ID: why it exists, its mask, inputs, stages and their limits. Without: a line for each case, with
+    its flags and why it exists.
 
     Stages are the exact answer in float64 for these inputs, limits the largest allowed error in the
     dtype shown. Large arrays are cut; their shapes are always given. JSON has no NaN and no

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import iha_core
+from iha_conformance.corpus import corpus_sha256
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -127,6 +128,11 @@ def test_importing_one_backend_imports_no_other_framework(package: str, others: 
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     for other in others:
         assert other not in loaded.stdout.split()
+
+
+def test_the_support_table_is_of_this_corpus() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"corpus `{corpus_sha256()[:12]}`" in text, "the corpus has changed: run `make readme`"
 
 
 def test_examples_of_the_readme_run(tmp_path: Path) -> None:

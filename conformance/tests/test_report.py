@@ -505,3 +505,19 @@ def test_missing_stream_is_no_fault():
 def test_failure_line_leaves_out_what_is_not_known():
     row = make_row("failed", ratio=None, requirements=(), reason="crashed: gone")
     assert describe_failure([row]) == "core/one, float32: crashed: gone"
+
+
+def test_failures_are_counted_by_family_before_they_are_listed():
+    rows = [make_row("failed", id="mask/one", family="mask", stage="output", reason="off", ratio=2.0)]
+    rows += [make_row("passed", id="mask/two", family="mask")]
+    rows += [make_row("failed", id="rope/one", family="rope", stage="output", reason="off", ratio=2.0)]
+    lines = printed(make_report(*rows)).splitlines()
+    families = [line for line in lines if line.startswith("FAMILIES ")]
+    assert families == ["FAMILIES array-api:numpy: failed mask 1 of 2, rope 1 of 1"]
+
+
+@pytest.mark.parametrize(("stage", "hinted"), [("output", True), ("mixed_q", False), (None, False)])
+def test_stages_are_asked_for_where_only_the_output_is_known_to_be_wrong(stage, hinted):
+    ratio = None if stage is None else 2.0
+    report = make_report(make_row("failed", id="mask/one", stage=stage, reason="off", ratio=ratio))
+    assert any(line.startswith("HINT ") for line in printed(report).splitlines()) == hinted

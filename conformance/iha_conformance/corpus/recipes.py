@@ -35,12 +35,20 @@ def shapes(z: Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def random(case_id: str, z: Sizes, *, amplitude: float = 2.0, parameters: float = 1.0) -> Tensors:
-    """Everything random: q, k, v within `amplitude`, mixing and collapse within `parameters`."""
-    return {
-        name: uniform(f"{case_id}/{name}", shape, amplitude if name in "qkv" else parameters)
-        for name, shape in shapes(z).items()
-    }
+def random(
+    case_id: str, z: Sizes, *, amplitude: float = 2.0, parameters: float = 1.0, fine: bool = False
+) -> Tensors:
+    """Everything random: q, k, v within `amplitude`, mixing and collapse within `parameters`.
+
+    With `fine`, numbers have 48 bits instead of 24, so that float32 does not hold them.
+    """
+    tensors = {}
+    for name, shape in shapes(z).items():
+        size = amplitude if name in "qkv" else parameters
+        tensors[name] = uniform(f"{case_id}/{name}", shape, size)
+        if fine:
+            tensors[name] += uniform(f"{case_id}/{name} fine", shape, size * 2.0**-24)
+    return tensors
 
 
 def probe(case_id: str, z: Sizes) -> Tensors:
@@ -137,8 +145,34 @@ def cancel(case_id: str, z: Sizes) -> Tensors:
     return tensors
 
 
+def cancel_heads(case_id: str, z: Sizes, *, part: str = "mixing") -> Tensors:
+    """Small whole numbers between heads of +2**15 and -2**15 that cancel: exact in float32 only.
+
+    `part` "mixing" has them among the source heads of q, k and v, "collapse" among the virtual outputs
+    of a token. Summed in 16 bits the small terms vanish. Needs H = G = 4, d = 16, the default scale, no
+    RoPE and no mask.
+    """
+    tensors = _identity(z)
+    large = np.array([1.0, 0.0, 0.0, -1.0])[:, None] * 2.0**15  # (source, 1)
+    if part == "mixing":
+        for name in ("alpha_q", "alpha_k", "alpha_v"):
+            tensors[name][...] = 1.0
+        for name in "qkv":
+            tensors[name] += large * (np.arange(tensors[name].shape[-1]) == 0 if name in "qk" else 1.0)
+        tensors["q"][:, :, 1, 0] = 16.0
+        tensors["k"][:, :, 2, 0] = 16.0 * ((np.arange(z["M"]) * 3) % z["M"])
+        tensors["v"][:, :, 1:3] = integers(f"{case_id}/v", (z["B"], z["M"], 2, z["e"]), 1, 31)
+    else:
+        tensors["v"] += large
+        tensors["v"][:, :, 1:3] = integers(f"{case_id}/v", (z["B"], 1, 2, z["e"]), 1, 31)
+        tensors["collapse"][...] = 0.0
+        for i in range(z["H"]):
+            tensors["collapse"][i, :, i % z["P"]] = 1.0
+    return tensors
+
+
 def neighbours(case_id: str, z: Sizes, *, base: float = 256.0) -> Tensors:
-    """Logits `base`, `base` + 1, ... which differ by less than 16 bits can hold apart.
+    """Logits `base`, `base` + 1, ...: from 256 on bfloat16, from 2048 on float16 cannot hold them apart.
 
     Needs d = 16, the default scale and no RoPE.
     """
@@ -228,6 +262,7 @@ RECIPES: Mapping[str, Recipe] = {
     "gain": gain,
     "equal": equal,
     "cancel": cancel,
+    "cancel_heads": cancel_heads,
     "neighbours": neighbours,
     "heads": heads,
     "linear": linear,

@@ -37,11 +37,13 @@ class Comparison:
         ratio: worst error divided by its limit; None where an error is not finite, or nothing could
             be compared.
         reason: one line about the worst element, None where all is well.
+        about: what was compared, where that is not a stage by its elements.
     """
 
     passed: bool
     ratio: float | None
     reason: str | None = None
+    about: str | None = None
 
 
 def compare(

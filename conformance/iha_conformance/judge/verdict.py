@@ -71,7 +71,7 @@ def _worse_elsewhere(first: Comparison, compared: Sequence[tuple[str, Comparison
     stage, worst = max(compared, key=lambda item: item[1].ratio or 0.0)
     if worst is first or worst.ratio == first.ratio:
         return ""
-    return f"; the worst ratio, {worst.ratio:.3g}, is that of `{stage}`"
+    return f"; the worst ratio, {worst.ratio:.3g}, is that of {worst.about or f'`{stage}`'}"
 
 
 def _comparisons(dtype: str, expectation: Expectation, result: Result) -> Iterator[tuple[str, Comparison]]:
@@ -94,15 +94,16 @@ def _companion(companion: Companion, error: NDArray[np.float64]) -> Comparison:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(measured > 0, measured / companion.limit, 0.0)
     worst = float(np.max(ratio))
+    about = f"the {companion.kind} of the output's error"
     if worst <= 1:
-        return Comparison(True, worst)
+        return Comparison(True, worst, about=about)
     index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     where = f"[b={int(index[0])}, h={int(index[1])}]" if index else ""
     reason = (
         f"`output` {companion.kind} of the error{where}: {measured[index]:.2g} is {worst:.3g} x its limit"
         f" {companion.limit[index]:.2g}; every element may be within its own"
     )
-    return Comparison(False, worst if np.isfinite(worst) else None, reason)
+    return Comparison(False, worst if np.isfinite(worst) else None, reason, about)
 
 
 def _refusal(case: Case, result: Result) -> Verdict:

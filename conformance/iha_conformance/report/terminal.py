@@ -23,6 +23,11 @@ from iha_conformance.selection import Filters
 PLAIN_WIDTH = 100
 """Columns that the table keeps to where no terminal says how many there are."""
 
+OFFER_STAGES = (
+    "every stage before the output is right, or none was offered; a dict of the stages of SPEC.md chapter 4"
+    " tells at which one a port starts to be wrong"
+)
+
 TITLES = ("target", "dtype", "passed", "failed", "skipped", "n/a", "worst\nratio", "seconds", "kernels")
 NUMBERS = ("passed", "failed", "skipped", "n/a", "worst\nratio", "seconds")
 OPTIONAL = ("skipped", "n/a", "kernels")
@@ -208,11 +213,28 @@ def _failures(reports: Sequence[TargetReport]) -> list[str]:
             if row.status == "failed":
                 failed.setdefault(row.id, []).append(row)
         start = f"FAILED {report.info.name}: "
+        if len(failed) > 1:
+            lines.append(f"FAMILIES {report.info.name}: failed {_by_family(report)}")
         lines += [start + describe_failure(rows) for rows in list(failed.values())[:MAX_FAILURES]]
         if len(failed) > MAX_FAILURES:
             more = _cases(len(failed) - MAX_FAILURES).replace(" ", " more ")
             lines.append(f"{start}{more} failed, too; --json FILE has them all")
+        judged = {row.stage for rows in failed.values() for row in rows}
+        if "output" in judged and judged <= {None, "output"}:
+            lines.append(f"HINT {report.info.name}: {OFFER_STAGES}")
     return lines
+
+
+def _by_family(report: TargetReport) -> str:
+    """How many cases of each family failed, in any dtype; families without a failure are left out."""
+    executed: dict[str, set[str]] = {}
+    failed: dict[str, set[str]] = {}
+    for row in report.rows:
+        if row.status in ("passed", "failed"):
+            executed.setdefault(row.family, set()).add(row.id)
+        if row.status == "failed":
+            failed.setdefault(row.family, set()).add(row.id)
+    return ", ".join(f"{name} {len(ids)} of {len(executed[name])}" for name, ids in failed.items())
 
 
 def describe_failure(rows: Sequence[Row]) -> str:

@@ -402,6 +402,47 @@ class NarrowLogits(Port):
         return cast(super().products(q, k, scale), narrow).astype(np.float64)
 
 
+class Saturating(NarrowLogits):
+    """Logits stored in 16 bits, and kept finite."""
+
+    def products(self, q: Array, k: Array, scale: float) -> Array:
+        return super().products(q, k, scale).clip(-60000, 60000)
+
+
+class NarrowFrequencies(Port):
+    """RoPE frequencies cast to float32, angles in float64."""
+
+    def angles(self, position: Any, dims: Dims, config: AttentionConfig) -> Array | None:
+        if config.rope == "none":
+            return None
+        frequency = np.float32(reference.rope_frequencies(dims.d, config.rope_theta)).astype(np.float64)
+        one = AttentionConfig(rope=config.rope, rope_theta=1.0)
+        angles: Array = np.asarray(super().angles(position, dims, one)) * frequency
+        return angles
+
+
+class Float32Inputs(Port):
+    """Everything cast to float32 on entry."""
+
+    def change_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        narrow = {name: x.astype(np.float32).astype(x.dtype) for name, x in inputs.items() if _is_float(x)}
+        return {**inputs, **narrow}
+
+
+class NarrowIds(Port):
+    """Segment ids compared in float32."""
+
+    def change_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        for name in ("segment_ids", "kv_segment_ids"):
+            if name in inputs:
+                inputs[name] = inputs[name].astype(np.float32).astype(np.int64)
+        return inputs
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.dtype.name in ("float64", "float32", "float16", "bfloat16")
+
+
 def _wrapped(x: Any) -> NDArray[np.int64]:
     """An integer as 32 bits keep it."""
     return np.asarray(x, dtype=np.int64).astype(np.int32).astype(np.int64)
@@ -663,6 +704,10 @@ FAULTS: dict[str, Any] = {
     "weighted sum in 16 bits": NarrowWeightedSum,
     "collapse summed in 16 bits": NarrowCollapse,
     "logits stored in 16 bits": NarrowLogits,
+    "logits stored in 16 bits, saturating": Saturating,
+    "frequencies in float32": NarrowFrequencies,
+    "inputs cast to float32": Float32Inputs,
+    "segment ids in float32": NarrowIds,
     "virtual positions wrap at 32 bits": PositionsWrap,
     "virtual indices wrap at 32 bits": IndicesWrap,
     "W*P wraps at 32 bits": WindowWraps,
@@ -693,9 +738,10 @@ IN_STAGES = ("lse to base 2",)
 ONLY_IN = {
     "parameters rounded to storage": ("float16", "bfloat16"),
     "operands rounded to 11 bits": ("float32",),
+    "inputs cast to float32": ("float64",),
 }
 """Faults that exist in some dtypes only.
 
-Parameters are wider than the storage dtype only where that has 16 bits, and operands that are stored in 16
-bits have 11 or fewer already.
+Parameters are wider than the storage dtype only where that has 16 bits, operands that are stored in 16
+bits have 11 or fewer already, and only float64 inputs are wider than float32.
 """
