@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from iha_conformance.judge import compare
 from iha_core import AttentionConfig
+from iha_core.bounds import derive_limits
 
 Call = dict[str, Any]
 """Arguments by name, `config` included."""
 
 FLOATS = ("q", "k", "v", "alpha_q", "alpha_k", "alpha_v", "collapse")
-DROPPED = ("mixed_k", "mixed_v", "rotated_k")
-"""Stages in which a backend may hold anything for a token that key_mask drops ([KEY-3])."""
 
 
 def random_call(seed: int) -> Call:
@@ -110,12 +110,17 @@ def convert(call: Call, array: Callable[[np.ndarray[Any, Any]], Any]) -> Call:
     return {name: array(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
 
 
-def kept(name: str, stage: Any, call: Call) -> np.ndarray[Any, Any]:
-    """A stage as an array, with 0 where it may hold anything (see `DROPPED`)."""
-    stage = np.asarray(stage)
-    if name not in DROPPED or call.get("key_mask") is None:
-        return stage
-    return np.where(np.repeat(call["key_mask"], call["alpha_q"].shape[2], axis=1)[:, :, None, None], stage, 0)
+def assert_conforms(stages: dict[str, Any], call: Call, storage: str = "float64") -> None:
+    """Every stage is within half of its limit, as a conforming one must be ([NUM-4]).
+
+    The call holds NumPy arrays of values of the storage dtype.
+    """
+    limits = derive_limits(**call, storage=storage)
+    for name, found in stages.items():
+        outcome = compare(name, found, limits.stages[name], limits.limits[name], storage=storage)
+        assert outcome.passed, outcome.reason
+        assert outcome.ratio is not None
+        assert outcome.ratio <= 0.5, name
 
 
 # Answers that are exact in every dtype, of one head and one pseudo-head: call, and output (N, e)

@@ -76,6 +76,19 @@ def rounded_sum(
     """A sum of products formed in the accumulator and rounded to storage once."""
     exact = sum_is_exact(term_grid, magnitude, arithmetic.accumulator)
     summed = np.where(exact, 0.0, terms * arithmetic.A * magnitude)
+    return _kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
+
+
+def _kept(
+    value: Array,
+    propagated: Array,
+    summed: Array,
+    exact: Booleans,
+    magnitude: Array,
+    terms: Array,
+    arithmetic: Arithmetic,
+) -> Quantity:
+    """A sum with its errors, rounded to storage."""
     incoming = propagated + summed
     stored = rounding(value, incoming, exact, arithmetic)
     return Quantity(
@@ -352,17 +365,7 @@ def weighted_sum(
     summed, propagated, magnitude, terms = (
         np.swapaxes(x, 1, 2) for x in (summed, propagated, magnitude, terms)
     )
-    incoming = propagated + summed
-    stored = rounding(value, incoming, exact, arithmetic)
-    return Quantity(
-        value=value,
-        error=incoming + stored,
-        exact=exact,
-        magnitude=magnitude,
-        stored=stored,
-        summed=summed,
-        terms=terms,
-    )
+    return _kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
 
 
 def collapsed(o: Quantity, collapse: Array, value: Array, arithmetic: Arithmetic) -> Quantity:
