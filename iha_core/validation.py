@@ -191,6 +191,9 @@ def _shape(array: Any) -> tuple[int, ...]:
 def _rank(argument: str, array: Any) -> int:
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise ArgumentTypeError(argument, "", expected="an array", found=type(array).__name__)
+    if isinstance(array, (np.matrix, np.ma.MaskedArray)):
+        # Their own rules of shape and arithmetic would change the result, or lose the mask.
+        raise ArgumentTypeError(argument, "", expected="a plain array", found=type(array).__name__)
     return len(array.shape)
 
 

@@ -226,6 +226,8 @@ def _check_tensors(arguments: Mapping[str, Any], q: Tensor) -> None:
             continue
         if not isinstance(value, Tensor):
             raise ArgumentTypeError(argument, "", expected="a torch.Tensor", found=type(value).__name__)
+        if value.layout is not torch.strided:
+            raise ArgumentTypeError(argument, "", expected="a dense tensor", found=str(value.layout))
         if value.device != q.device:
             raise ArgumentValueError(
                 argument, "device", expected=f"{q.device}, the device of `q`", found=str(value.device)

@@ -425,6 +425,16 @@ def test_foreign_arrays_and_devices_are_refused_by_name(name: str) -> None:
             run({**call, name: call[name].to("meta")})
 
 
+@pytest.mark.requirement("ERR-1")
+@pytest.mark.parametrize("name", ["k", "alpha_v"])
+def test_sparse_tensors_are_refused(name: str) -> None:
+    call = tensors(plain_call())
+    with pytest.raises(
+        iha_core.ArgumentTypeError, match=f"^`{name}`: expected a dense tensor, got torch.sparse"
+    ):
+        run({**call, name: call[name].detach().to_sparse()})
+
+
 def test_runs_without_data() -> None:
     call = convert(tensors(plain_call()), lambda x: x)
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}

@@ -207,6 +207,15 @@ def test_what_is_no_array_is_refused(argument: str, value: Any) -> None:
 
 
 @pytest.mark.requirement("ERR-1")
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")
+@pytest.mark.parametrize("wrap", [np.ma.masked_array, np.matrix])
+def test_arrays_with_rules_of_their_own_are_refused(wrap: Any) -> None:
+    arrays = _arrays(collapse=(4, 3))
+    with pytest.raises(TypeError, match=r"`collapse`: expected a plain array, got (MaskedArray|matrix)"):
+        validate(**arrays | {"collapse": wrap(arrays["collapse"])}, config=AttentionConfig())
+
+
+@pytest.mark.requirement("ERR-1")
 def test_the_configuration_is_an_object() -> None:
     with pytest.raises(TypeError, match="`config`: expected an AttentionConfig, got dict"):
         validate(**_arrays(), config={"window": 3})  # type: ignore[arg-type]
