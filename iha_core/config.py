@@ -119,7 +119,10 @@ class Profile:
 
 
 def _describe(value: object) -> str:
-    return f"{type(value).__name__} {value!r}"
+    try:
+        return f"{type(value).__name__} {value!r}"
+    except Exception:
+        return type(value).__name__
 
 
 def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
@@ -134,9 +137,12 @@ def _whole_number(field: str, value: object) -> int:
     expected = "None or a whole number of tokens >= 1"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
-    whole = operator.index(value)
+    try:
+        whole = operator.index(value)
+    except TypeError:  # as arrays of floats or of several numbers raise
+        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value)) from None
     if whole < 1:
-        raise ConfigError(field, "", expected=expected, found=str(whole))
+        raise ConfigError(field, "", expected=expected, found=_describe(whole))
     return whole
 
 

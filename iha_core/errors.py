@@ -6,6 +6,9 @@ Each error is a single line that names the argument, what was expected and what 
 
 from __future__ import annotations
 
+MAX_FOUND = 200
+"""Characters of what was found; the rest of a longer text is cut."""
+
 
 class IHAError(Exception):
     """Base of all errors raised for bad input.
@@ -18,7 +21,9 @@ class IHAError(Exception):
     def __init__(self, argument: str, what: str, *, expected: str, found: str) -> None:
         self.argument = argument
         subject = f"`{argument}` {what}".rstrip()
-        super().__init__(f"{subject}: expected {expected}, got {found}")
+        if len(found) > MAX_FOUND:
+            found = found[:MAX_FOUND] + "..."
+        super().__init__(" ".join(f"{subject}: expected {expected}, got {found}".split()))
 
 
 class ShapeError(IHAError, ValueError):

@@ -163,18 +163,18 @@ def _validate_offset(query_offset: Any, dims: Dims) -> None:
         return
     # Plain integers first, since a compiler cannot ask a symbolic one for its attributes.
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        expected = "token indices in [-2**31, 2**31)"  # [IDX-2]
+        expected = f"an int in [-2**31, 2**31 - {max(dims.N, 1)}]"  # [IDX-2]
         if not -MAX_TOKEN_INDEX <= query_offset <= MAX_TOKEN_INDEX - max(dims.N, 1):
             raise ArgumentValueError("query_offset", "", expected=expected, found=str(query_offset))
         return
-    if hasattr(query_offset, "shape"):
+    if hasattr(query_offset, "shape") and not isinstance(query_offset, type):
         _check_integer("query_offset", query_offset)
         if _shape(query_offset) not in ((), (dims.B,)):
             raise ShapeError(
                 "query_offset", "shape", expected=f"() or (B={dims.B},)", found=str(_shape(query_offset))
             )
         return
-    if isinstance(query_offset, bool) or not hasattr(query_offset, "__index__"):
+    if isinstance(query_offset, (bool, type)) or not hasattr(query_offset, "__index__"):
         raise ArgumentTypeError(
             "query_offset",
             "",
@@ -189,7 +189,8 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _rank(argument: str, array: Any) -> int:
-    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+    is_array = hasattr(array, "dtype") and hasattr(getattr(array, "shape", None), "__len__")
+    if not is_array or isinstance(array, type):
         raise ArgumentTypeError(argument, "", expected="an array", found=type(array).__name__)
     if isinstance(array, (np.matrix, np.ma.MaskedArray)):
         # Their own rules of shape and arithmetic would change the result, or lose the mask.

@@ -8,6 +8,9 @@ from torch.nn import functional
 
 from iha_core.config import AttentionConfig
 
+FEW_KEYS = 64
+"""Virtual keys below which PyTorch's CPU kernel is given a mask always; its vectors hold up to 32 numbers."""
+
 
 def has_native_kernel(config: AttentionConfig) -> bool:
     """Whether PyTorch's kernel computes this configuration exactly.
@@ -26,6 +29,13 @@ def scaled_dot_product_attention(
     q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
     -> (B, T, H, e) in q's dtype.
     """
+    if mask is None and q.device.type == "cpu" and k.shape[1] < FEW_KEYS:
+        # Without a mask, PyTorch's CPU kernel takes a row of few logits that are all NaN for one that
+        # sees nothing, and gives zeros ([KEY-3]); with a mask it does not.
+        mask = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool)
+        mask, is_causal = (mask.tril() if is_causal else mask), False
+    # A scale that float32 does not hold would be 0, and 0 times a hidden logit's -inf is NaN.
+    scale = max(scale, torch.finfo(torch.promote_types(q.dtype, torch.float32)).tiny)
     per_head = functional.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, T, d)
         k.transpose(1, 2),  # (B, H, S, d)

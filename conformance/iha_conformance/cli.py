@@ -7,7 +7,9 @@ are imported only by the worker processes of their targets.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +28,18 @@ class InterruptError(Exception):
     """Ctrl-C, after everything that was started has been ended."""
 
 
+class EndedError(BaseException):
+    """SIGTERM or SIGHUP; what was started is ended on the way out, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _frame: object) -> None:
+    raise EndedError(number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; every error is one line on standard error.
 
@@ -33,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the name of the command; by default those of this process.
     """
     prepare_streams()
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+                signal.signal(getattr(signal, name), _end)
     try:
         status = iha.main(
             None if arguments is None else list(arguments), prog_name="iha", standalone_mode=False
@@ -46,9 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (InterruptError, KeyboardInterrupt, click.Abort):
         _report_error("interrupted")
         return INTERRUPTED
+    except EndedError as error:
+        _report_error(f"ended by {signal.Signals(error.number).name}")
+        return 128 + error.number
     except BrokenPipeError:
         discard_output(sys.stdout)
         return FAULT
+    except OSError as error:
+        discard_output(sys.stdout)
+        return _report_error(f"expected files and streams that can be read and written: {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return _report_error(

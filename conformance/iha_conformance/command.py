@@ -104,6 +104,8 @@ def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str 
     A backend that is asked for by name must be installed; one that is merely among the known ones
     is left out with a line that says so.
     """
+    if device == "":
+        raise CommandError("--device: expected the name of a device, such as cpu, got ''")
     if device is not None and callables and not backends:
         raise CommandError(
             f"--device: expected a backend that it applies to, got only callables for {device!r}"
@@ -139,8 +141,16 @@ def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str 
     launches = [Launch(kind="backend", name=name, device=device) for name in dict.fromkeys(names)]
     for name in dict.fromkeys(callables):
         split_name(name)
-        launches.append(Launch(kind="callable", name=name, directory=os.getcwd()))
+        launches.append(Launch(kind="callable", name=name, directory=_directory()))
     return Plan(tuple(launches), tuple(absent))
+
+
+def _directory() -> str:
+    """The working directory, on the import path of callables."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise CommandError("--target: expected a working directory, but it has been deleted") from None
 
 
 def _installed(names: Sequence[str], device: str | None, absent: list[str]) -> list[str]:

@@ -232,3 +232,7 @@ def returns_nothing(inputs, config):
 
 
 not_callable = 3
+
+
+def gives_complex(inputs, config):
+    return honest(inputs, config).astype(complex)

@@ -117,8 +117,13 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ],
 )
 def test_mask_or_causal_flag_or_neither(
-    kernel_calls: list[tuple[Any, ...]], options: Call, mask: bool, flag: bool
+    kernel_calls: list[tuple[Any, ...]],
+    options: Call,
+    mask: bool,
+    flag: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(iha_torch.kernels, "FEW_KEYS", 0)
     fields = {name: options[name] for name in options if name in ("causal", "window", "window_unit")}
     rest = {name: options[name] for name in options if name not in fields}
     call = plain_call(config=AttentionConfig(**fields), **rest)
@@ -423,6 +428,26 @@ def test_foreign_arrays_and_devices_are_refused_by_name(name: str) -> None:
         match = f"^`{name}` device: expected cpu, the device of `q`, got meta$"
         with pytest.raises(iha_core.ArgumentValueError, match=match):
             run({**call, name: call[name].to("meta")})
+
+
+@pytest.mark.requirement("KEY-3")
+@each_dtype
+@pytest.mark.parametrize("causal", ["virtual", "none"])
+@pytest.mark.parametrize("N", [1, 2, 4, 7, 16])
+def test_nan_is_not_taken_for_seeing_nothing(N: int, causal: Any, dtype: Any) -> None:
+    call = plain_call(N=N, M=N, config=AttentionConfig(causal=causal))
+    call["q"][0, N - 1] = np.nan
+    output = run(tensors(call, dtype))
+    assert torch.isnan(output[0, N - 1]).all()
+    assert not torch.isnan(output[1]).any()
+
+
+@pytest.mark.requirement("CFG-1")
+@each_dtype
+@pytest.mark.parametrize("causal", ["virtual", "token"])
+def test_a_scale_that_float32_does_not_hold(causal: Any, dtype: Any) -> None:
+    output = run(tensors(plain_call(config=AttentionConfig(causal=causal, scale=1e-50)), dtype))
+    assert torch.isfinite(output).all()
 
 
 @pytest.mark.requirement("ERR-1")

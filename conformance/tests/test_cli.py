@@ -671,3 +671,70 @@ def test_every_case_can_be_shown():
         description = describe_case(case.id, None)
         assert case.why in description.render()
         json.dumps(description.as_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_other_signals_end_the_children_too(tmp_path, name, status):
+    note = tmp_path / "pid"
+    process = subprocess.Popen(
+        [
+            *COMMAND,
+            "run",
+            "--target",
+            "fake_targets:hangs_with_child",
+            *ONE,
+            "--json",
+            str(tmp_path / "r.json"),
+        ],
+        cwd=HERE,
+        env=environment(FAKE_PID_FILE=str(note)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    child = int(wait_for_text(note).split()[0])
+    process.send_signal(getattr(signal, name))
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert errors.splitlines()[-1] == f"iha: error: ended by {name}"
+    wait_until_gone(child)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pid"], "no temporary report is left"
+
+
+def test_files_of_the_user_do_not_stand_in_for_the_library(tmp_path):
+    for name in ("json", "types", "string", "tomllib"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not this one')\n")
+    (tmp_path / "port.py").write_text((HERE / "fake_targets.py").read_text())
+    script = "import sys; from iha_conformance.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", script, "run", "--target", "port:honest", *ONE]
+    run = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_complex_results_fail_and_are_no_fault_of_the_kit():
+    run = run_fake("gives_complex", *ONE, PYTHONWARNINGS="error")
+    assert run.returncode == 1
+    assert "expected float32 or wider, got complex128" in run.stdout
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_closed_streams_do_not_fail_a_run(tmp_path, closed):
+    report = tmp_path / "report.json"
+    redirections = " ".join(f"{number}>&-" for number in closed)
+    command = " ".join([*COMMAND, "run --target fake_targets:honest", *ONE, f"--json {report}", redirections])
+    run = subprocess.run(["sh", "-c", command], cwd=HERE, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0
+    assert json.loads(report.read_text())["targets"][0]["summary"]["passed"] == 1
+
+
+def test_a_report_goes_through_a_named_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
+        assert run_fake("honest", *ONE, "--json", str(pipe)).returncode == 0
+        text, _ = reader.communicate(timeout=30)
+    assert json.loads(text)["spec_version"] == SPEC_VERSION
+
+
+def test_an_empty_device_is_no_device():
+    assert_one_line_error(iha("run", "--device", "", *ONE), "--device", "got ''")

@@ -30,7 +30,7 @@ from iha_core.spec_files import load_toml, spec_path
 
 Array = npt.NDArray[Any]
 
-CORPUS_SHA256 = "e2efe803f26faa4f9c1b1efb345d726c4417a73a195cd56087915414f66797eb"
+CORPUS_SHA256 = "b6e5d69c473245241a8d090f53b22abd4f4e039b98041c3fd8c4504f301d6b6b"
 """Hash of all ids, configurations and inputs. It changes with any of them, and only then is a new one pinned.
 
 A change to an existing case changes what IHA 1.0 expects, and needs a new spec version; new cases do not.
@@ -440,7 +440,7 @@ def test_no_case_overflows_and_none_has_a_visible_infinity(dtype: str) -> None:
         for stage, exact in expectation.stages.items():
             formats = arithmetic(dtype)
             of_stage = formats.accumulator if stage in ("logits", "lse") else formats.storage
-            compared = exact[expectation.limits.limits[stage] < np.inf]
+            compared = exact[expectation.limits.limits[stage] != np.inf]
             hidden = np.isneginf(compared) & (stage in ("logits", "lse"))
             assert np.all(hidden | np.isnan(compared) | (np.abs(compared) <= of_stage.largest)), case.id
             if "nan" not in case.parameters:

@@ -14,6 +14,7 @@ from iha_conformance.judge.expectation import Expectation
 from iha_conformance.protocol import DIFFERS, Result, Verdict
 from iha_core.bounds import Companion
 from iha_core.reference import STAGES
+from iha_core.validation import FLOAT_DTYPES, dtype_name
 
 
 def judge(case: Case, dtype: str, expectation: Expectation | None, result: Result) -> Verdict:
@@ -81,7 +82,8 @@ def _comparisons(dtype: str, expectation: Expectation, result: Result) -> Iterat
             found = result.arrays[stage]
             yield stage, compare(stage, found, limits.stages[stage], limits.limits[stage], storage=dtype)
     output = result.arrays["output"]
-    if getattr(output, "shape", None) == limits.stages["output"].shape:
+    judged = output.shape == limits.stages["output"].shape and dtype_name(output) in FLOAT_DTYPES
+    if judged:
         with np.errstate(invalid="ignore", over="ignore"):
             error = np.asarray(output).astype(np.float64) - limits.stages["output"]
         if np.all(np.isfinite(error)):

@@ -104,6 +104,8 @@ def _temporary(path: Path) -> Path | None:
     """A new file beside the path, to take its place; None for a device or pipe."""
     if path.is_dir():
         raise IsADirectoryError(21, "Is a directory")
+    if path.is_fifo():  # opening one and closing it again would send its reader away
+        return None
     if path.exists() and not path.is_file():
         with path.open("ab"):
             return None

@@ -11,12 +11,24 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.console import Console
 
+PLAIN_WIDTH = 100
+"""Columns where nobody says how many there are."""
+
 PIPED_WIDTH = 400
 """Columns where no terminal limits them; tables take only what they need."""
 
 
 def prepare_streams() -> None:
-    """Replace what the locale's encoding lacks by escapes instead of failing on it."""
+    """Make standard streams usable: open the missing ones to nowhere, escape what an encoding lacks."""
+    with contextlib.suppress(OSError):
+        while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+            # 0, 1 and 2 exist now, for child processes too, so that no file or pipe takes their place.
+            os.set_inheritable(opened, True)
+        os.close(opened)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -71,7 +83,7 @@ def console(stream: TextIO | None) -> Console:
     output = Output(stream)
     on_terminal = output.isatty()
     plain = not on_terminal or bool(os.environ.get("NO_COLOR"))
-    return Console(
+    found = Console(
         file=output,  # type: ignore[arg-type]
         force_terminal=on_terminal,
         color_system=None if plain else "auto",
@@ -80,3 +92,6 @@ def console(stream: TextIO | None) -> Console:
         highlight=False,
         emoji=False,
     )
+    if found.width < 1:  # as a terminal without a size says
+        found.width = PLAIN_WIDTH
+    return found

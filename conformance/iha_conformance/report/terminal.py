@@ -16,12 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from iha_conformance.protocol import DIFFERS, DTYPES
-from iha_conformance.report.output import console
+from iha_conformance.report.output import PLAIN_WIDTH, console
 from iha_conformance.runner import Row, Summary, TargetReport
 from iha_conformance.selection import Filters
-
-PLAIN_WIDTH = 100
-"""Columns that the table keeps to where no terminal says how many there are."""
 
 OFFER_STAGES = (
     "every stage before the output is right, or none was offered; a dict of the stages of SPEC.md chapter 4"

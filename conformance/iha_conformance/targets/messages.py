@@ -90,7 +90,7 @@ def one_line(text: str) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception as one line, "TypeError: what it says"; never raises itself."""
-    name = type(error).__name__
+    name = one_line(type(error).__name__)
     try:
         text = one_line(str(error))
     except Exception:

@@ -47,7 +47,7 @@ class Worker:
         # them down many times over. How many threads there are, and so every result, stays as it is.
         # A session of its own: Ctrl-C reaches the parent alone, which then ends all that it started.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps([path or os.getcwd() for path in sys.path])],
+            [sys.executable, "-P", "-c", _BOOT, json.dumps([path or os.getcwd() for path in sys.path])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -10,6 +10,7 @@ import copy
 import os
 import pickle
 import queue
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from iha_conformance.corpus import apply_layout
 from iha_conformance.protocol import Inputs, Job, Result, TargetUnavailable
 from iha_conformance.targets.messages import (
     Adapter,
@@ -51,6 +53,9 @@ def main() -> None:
     except TargetUnavailable as error:
         _send(outgoing, Unavailable(reason=one_line(str(error))))
         return
+    except BaseException as error:  # such as an attribute of the target that raises when it is read
+        _send(outgoing, Unavailable(reason=f"target {launch.name!r} cannot be loaded: {describe(error)}"))
+        return
     _send(outgoing, Ready(info=adapter.info, capabilities=adapter.capabilities))
     while (job := messages.get()) is not None:
         result = run_job(adapter, job)
@@ -72,7 +77,6 @@ def load(launch: Launch) -> Adapter:
 
 def run_job(adapter: Adapter, job: Job) -> Result:
     """Carry out a job twice, on fresh inputs each time, and compare the bits."""
-    from iha_conformance.corpus import apply_layout
 
     def fresh() -> Inputs:
         # Copied before the layout is applied: a pickle is contiguous, and so is a deep copy.
@@ -158,7 +162,7 @@ def _receive(incoming: BinaryIO, messages: queue.SimpleQueue[Any]) -> None:
     except (EOFError, OSError):
         messages.put(None)
     time.sleep(LINGER)
-    os._exit(1)
+    _end()
 
 
 def _send(outgoing: BinaryIO, message: object) -> None:
@@ -166,4 +170,11 @@ def _send(outgoing: BinaryIO, message: object) -> None:
         pickle.dump(message, outgoing, protocol=pickle.HIGHEST_PROTOCOL)
         outgoing.flush()
     except BrokenPipeError:
-        os._exit(1)  # the parent is gone
+        _end()  # the parent is gone
+
+
+def _end() -> None:
+    """End this process and whatever the target started in its group."""
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)

@@ -409,6 +409,13 @@ class Saturating(NarrowLogits):
         return super().products(q, k, scale).clip(-60000, 60000)
 
 
+class NaNErased(Port):
+    """A row whose logits are all NaN taken for one that sees nothing."""
+
+    def weighted_sum(self, weights: Array, mixed_v: Array, visible: NDArray[np.bool_]) -> Array:
+        return np.nan_to_num(super().weighted_sum(weights, mixed_v, visible), nan=0.0)
+
+
 class NarrowFrequencies(Port):
     """RoPE frequencies cast to float32, angles in float64."""
 
@@ -706,6 +713,7 @@ FAULTS: dict[str, Any] = {
     "logits stored in 16 bits": NarrowLogits,
     "logits stored in 16 bits, saturating": Saturating,
     "frequencies in float32": NarrowFrequencies,
+    "visible NaN erased": NaNErased,
     "inputs cast to float32": Float32Inputs,
     "segment ids in float32": NarrowIds,
     "virtual positions wrap at 32 bits": PositionsWrap,
