@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -721,7 +722,8 @@ def test_complex_results_fail_and_are_no_fault_of_the_kit():
 def test_closed_streams_do_not_fail_a_run(tmp_path, closed):
     report = tmp_path / "report.json"
     redirections = " ".join(f"{number}>&-" for number in closed)
-    command = " ".join([*COMMAND, "run --target fake_targets:honest", *ONE, f"--json {report}", redirections])
+    words = [*COMMAND, "run", "--target", "fake_targets:honest", *ONE, "--json", str(report)]
+    command = f"{shlex.join(words)} {redirections}"
     run = subprocess.run(["sh", "-c", command], cwd=HERE, env=environment(), capture_output=True, text=True)
     assert run.returncode == 0
     assert json.loads(report.read_text())["targets"][0]["summary"]["passed"] == 1
