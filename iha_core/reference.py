@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from iha_core.config import AttentionConfig
+from iha_core.config import AttentionConfig, RopePairing
 from iha_core.validation import Dims, validate
 
 Array = NDArray[np.float64]
@@ -286,16 +286,17 @@ def rope_frequencies(d: int, theta: float) -> Array:
     return frequencies
 
 
+def lane_pairs(d: int, pairing: RopePairing) -> tuple[Integers, Integers]:
+    """First and second lanes of the pairs that rotate together ([ROPE-2], [ROPE-3]): (d/2,) each."""
+    lanes = np.arange(d)
+    return (lanes[: d // 2], lanes[d // 2 :]) if pairing == "half" else (lanes[0::2], lanes[1::2])
+
+
 def rotate(x: Array, angles: Array | None, config: AttentionConfig) -> Array:
-    """Rotate lane pairs (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in place ([ROPE-1] to [ROPE-3])."""
+    """Rotate lane pairs (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in place ([ROPE-1])."""
     if angles is None:
         return x
-    d = x.shape[-1]
-    lanes = np.arange(d)
-    if config.rope_pairing == "half":
-        first, second = lanes[: d // 2], lanes[d // 2 :]
-    else:
-        first, second = lanes[0::2], lanes[1::2]
+    first, second = lane_pairs(x.shape[-1], config.rope_pairing)
     x1, x2 = x[..., first], x[..., second]
     rotated = np.empty_like(x)
     rotated[..., first] = x1 * np.cos(angles) - x2 * np.sin(angles)

@@ -17,7 +17,7 @@ from iha_core.conditions import resolve_offset
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError, ArgumentValueError
 from iha_core.validation import validate
-from iha_torch.kernels import composed, has_native_kernel, scaled_dot_product_attention
+from iha_torch.kernels import composed, has_native_kernel, needs_mask, scaled_dot_product_attention
 from iha_torch.masking import token_indices, visibility
 from iha_torch.mixing import collapse_heads, mix
 from iha_torch.rope import rotate, rotation, token_positions
@@ -207,6 +207,7 @@ def _forward(
             segment_ids,
             kv_segment_ids,
             may_flag_causal=native,
+            always=native and needs_mask(k),
         )
         scale = config.resolve_scale(dims.d)
         if native:

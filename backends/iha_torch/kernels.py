@@ -9,7 +9,7 @@ from torch.nn import functional
 from iha_core.config import AttentionConfig
 
 FEW_KEYS = 64
-"""Virtual keys below which PyTorch's CPU kernel is given a mask always; its vectors hold up to 32 numbers."""
+"""Virtual keys below which `needs_mask` holds; the vectors of PyTorch's CPU kernel hold up to 32 numbers."""
 
 
 def has_native_kernel(config: AttentionConfig) -> bool:
@@ -21,6 +21,15 @@ def has_native_kernel(config: AttentionConfig) -> bool:
     return config.normalisation == "softmax"
 
 
+def needs_mask(k: Tensor) -> bool:
+    """Whether PyTorch's kernel must be given a mask, even one that hides nothing; k is (B, S, H, d).
+
+    Without one, its CPU kernel takes a row of few logits that are all NaN for one that sees nothing, and
+    gives zeros ([KEY-3]).
+    """
+    return k.device.type == "cpu" and k.shape[1] < FEW_KEYS
+
+
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, scale: float
 ) -> Tensor:
@@ -29,11 +38,6 @@ def scaled_dot_product_attention(
     q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
     -> (B, T, H, e) in q's dtype.
     """
-    if mask is None and q.device.type == "cpu" and k.shape[1] < FEW_KEYS:
-        # Without a mask, PyTorch's CPU kernel takes a row of few logits that are all NaN for one that
-        # sees nothing, and gives zeros ([KEY-3]); with a mask it does not.
-        mask = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool)
-        mask, is_causal = (mask.tril() if is_causal else mask), False
     # A scale that float32 does not hold would be 0, and 0 times a hidden logit's -inf is NaN.
     scale = max(scale, torch.finfo(torch.promote_types(q.dtype, torch.float32)).tiny)
     per_head = functional.scaled_dot_product_attention(

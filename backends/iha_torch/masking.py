@@ -39,17 +39,18 @@ def visibility(
     kv_segment_ids: Tensor | None,
     *,
     may_flag_causal: bool,
+    always: bool,
 ) -> tuple[Tensor | None, bool]:
     """Which virtual keys each virtual query sees ([MASK-1] to [KEY-1]).
 
     Returns a boolean mask (B or 1, T or 1, S), or None where it would be all True; and whether
     the kernel's own causal flag (key index <= query index, counted from 0) stands for the mask,
-    which happens only with `may_flag_causal`.
+    which happens only with `may_flag_causal`. With `always` there is a mask in any case.
     """
     P = dims.P
     causal, window = binding_conditions(config, dims, offset)
     only_causal = causal == "virtual" and window is None and segment_ids is None and key_mask is None
-    if may_flag_causal and only_causal and not isinstance(offset, Tensor) and offset == 0:
+    if may_flag_causal and not always and only_causal and not isinstance(offset, Tensor) and offset == 0:
         return None, True
 
     n, m = repeat_virtual(query_index, P)[:, :, None], repeat_virtual(key_index, P)[:, None, :]
@@ -66,4 +67,6 @@ def visibility(
     mask = None
     for condition in conditions:
         mask = condition if mask is None else mask & condition
+    if mask is None and always:
+        mask = torch.ones(1, 1, dims.S, dtype=torch.bool, device=query_index.device)
     return mask, False

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_core.bounds.formats import Arithmetic, Array, tolerances
-from iha_core.bounds.worst import Quantity, Weights, lane_pairs
-from iha_core.config import AttentionConfig
+from iha_core.bounds.worst import Quantity, Weights
+from iha_core.config import AttentionConfig, RopePairing
+from iha_core.reference import lane_pairs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ def _per_entry(chain: Chain, adjoint: Array, variance: Array) -> tuple[Array, Ar
     return adjoint.reshape(B, T // P, P, *adjoint.shape[2:]).sum(axis=2), variance[:, ::P]
 
 
-def _rotate_back(gradient: Array, angles: Array | None, pairing: str) -> Array:
+def _rotate_back(gradient: Array, angles: Array | None, pairing: RopePairing) -> Array:
     """Adjoint of the rotation: by the opposite angle. gradient is (B, T, H, ..., d)."""
     if angles is None:
         return gradient

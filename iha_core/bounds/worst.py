@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from iha_core.bounds.formats import NO_GRID, Arithmetic, Array, grid, sum_is_exact, tolerances
 from iha_core.config import AttentionConfig
-from iha_core.reference import collapse_heads, mix, rope_frequencies
+from iha_core.reference import collapse_heads, lane_pairs, mix, rope_frequencies
 
 Booleans = NDArray[np.bool_]
 
@@ -176,12 +176,6 @@ def rotated(
         summed=own,
         terms=np.ones_like(value),
     )
-
-
-def lane_pairs(d: int, pairing: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Lanes that are rotated together ([ROPE-2], [ROPE-3])."""
-    lanes = np.arange(d)
-    return (lanes[: d // 2], lanes[d // 2 :]) if pairing == "half" else (lanes[0::2], lanes[1::2])
 
 
 def scaled_operand(x: Quantity, scale: float, arithmetic: Arithmetic) -> Quantity:

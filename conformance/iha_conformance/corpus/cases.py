@@ -132,18 +132,18 @@ _FIELDS = {
 }
 
 
-def _case(row: Mapping[str, Any], signatures: Mapping[str, Sequence[int]]) -> Case:
-    name = row.get("id", "?")
+def _fault(row: Mapping[str, Any], field: str, expected: object, found: object) -> ValueError:
+    return ValueError(f"cases.toml: case {row.get('id', '?')!r}, {field}: expected {expected}, got {found!r}")
 
-    def fault(field: str, expected: object, found: object) -> ValueError:
-        return ValueError(f"cases.toml: case {name!r}, {field}: expected {expected}, got {found!r}")
 
+def _check_row(row: Mapping[str, Any], signatures: Mapping[str, Sequence[int]]) -> None:
+    """Refuse fields that are unknown, missing, or have a value that is not known."""
     for field in row:
         if field not in _FIELDS:
-            raise fault(field, "one of " + ", ".join(sorted(_FIELDS)), field)
+            raise _fault(row, field, "one of " + ", ".join(sorted(_FIELDS)), field)
     for field in _REQUIRED:
         if not row.get(field):
-            raise fault(field, "a value", row.get(field))
+            raise _fault(row, field, "a value", row.get(field))
     for field, default, known in (
         ("family", None, FAMILIES),
         ("signature", None, tuple(signatures)),
@@ -151,28 +151,31 @@ def _case(row: Mapping[str, Any], signatures: Mapping[str, Sequence[int]]) -> Ca
         ("layout", "contiguous", tuple(LAYOUTS)),
     ):
         if row.get(field, default) not in known:
-            raise fault(field, "one of " + ", ".join(known), row[field])
+            raise _fault(row, field, "one of " + ", ".join(known), row[field])
     if not set(row.get("dtypes", DTYPES)) <= set(DTYPES):
-        raise fault("dtypes", DTYPES, row["dtypes"])
-    flags = frozenset(row.get("flags", ()))
-    if not flags <= set(FLAGS):
-        raise fault("flags", FLAGS, sorted(flags))
+        raise _fault(row, "dtypes", DTYPES, row["dtypes"])
+    if not set(row.get("flags", ())) <= set(FLAGS):
+        raise _fault(row, "flags", FLAGS, sorted(row["flags"]))
+    if ("invalid" in row) != (row["family"] == "invalid"):
+        raise _fault(row, "invalid", "an [invalid] entry in family invalid and nowhere else", row["family"])
+
+
+def _case(row: Mapping[str, Any], signatures: Mapping[str, Sequence[int]]) -> Case:
+    _check_row(row, signatures)
     invalid = Invalid(**row["invalid"]) if "invalid" in row else None
-    if (invalid is not None) != (row["family"] == "invalid"):
-        raise fault("invalid", "an [invalid] entry in family invalid and nowhere else", row["family"])
     config = AttentionConfig().to_dict() | row.get("config", {})
     if invalid is None:
         try:
             config = AttentionConfig.from_dict(config).to_dict()
         except IHAError as error:
-            raise fault("config", "fields of the configuration", str(error)) from error
+            raise _fault(row, "config", "fields of the configuration", str(error)) from error
     sizes: dict[str, int] = dict(zip(SIZES, signatures[row["signature"]], strict=True))
     return Case(
         id=row["id"],
         family=row["family"],
         why=row["why"],
         requirements=tuple(row["requirements"]),
-        flags=flags,
+        flags=frozenset(row.get("flags", ())),
         signature=row["signature"],
         sizes=MappingProxyType(sizes),
         config=MappingProxyType(config),

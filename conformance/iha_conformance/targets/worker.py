@@ -85,19 +85,18 @@ def run_job(adapter: Adapter, job: Job) -> Result:
     def result(**fields: Any) -> Result:
         return Result(case_id=job.case_id, dtype=job.dtype, **fields)
 
-    config = dict(job.config)
     kernel: str | None = None
     prefix = ""
     start = time.perf_counter()
     seconds = 0.0
     try:
         if job.capability == "invalid":  # what users call has to refuse bad input
-            arrays = adapter.plain(fresh(), dict(config))
+            arrays = adapter.plain(fresh(), dict(job.config))
         else:
-            arrays, kernel = adapter.detailed(fresh(), dict(config))
+            arrays, kernel = adapter.detailed(fresh(), dict(job.config))
         seconds = time.perf_counter() - start
         prefix = "second run: "
-        again = adapter.plain(fresh(), dict(config))
+        again = adapter.plain(fresh(), dict(job.config))
     except RefusedError as error:
         return result(kind="refused", reason=one_line(str(error)))
     except OutputMissingError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,40 +48,6 @@ class _Shifted(Port):
             bound += self.window_shift if self.unit == config.window_unit else 0
             visible &= distance < bound
         return visible
-
-
-class CausalOpen(_Shifted):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, causal=1, **kwargs)
-
-
-class CausalStrict(_Shifted):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, causal=-1, **kwargs)
-
-
-class VirtualWindowWide(_Shifted):
-    """Also the inclusive bound: distance <= W*P."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, window=1, unit="virtual", **kwargs)
-
-
-class VirtualWindowNarrow(_Shifted):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, window=-1, unit="virtual", **kwargs)
-
-
-class TokenWindowWide(_Shifted):
-    """Also the inclusive bound: distance <= W."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, window=1, unit="token", **kwargs)
-
-
-class TokenWindowNarrow(_Shifted):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, window=-1, unit="token", **kwargs)
 
 
 def _config(**changes: Any) -> type[Port]:
@@ -643,12 +610,12 @@ class LinearMean(Port):
 
 
 FAULTS: dict[str, Any] = {
-    "causal one key later": CausalOpen,
-    "causal without the own key": CausalStrict,
-    "virtual window one wider (inclusive)": VirtualWindowWide,
-    "virtual window one narrower": VirtualWindowNarrow,
-    "token window one wider (inclusive)": TokenWindowWide,
-    "token window one narrower": TokenWindowNarrow,
+    "causal one key later": partial(_Shifted, causal=1),
+    "causal without the own key": partial(_Shifted, causal=-1),
+    "virtual window one wider (inclusive)": partial(_Shifted, window=1, unit="virtual"),
+    "virtual window one narrower": partial(_Shifted, window=-1, unit="virtual"),
+    "token window one wider (inclusive)": partial(_Shifted, window=1, unit="token"),
+    "token window one narrower": partial(_Shifted, window=-1, unit="token"),
     "window one-sided without causality": OneSidedWindow,
     "window makes causal": WindowMakesCausal,
     "window units exchanged": _config(window_unit={"virtual": "token", "token": "virtual"}),
@@ -662,27 +629,27 @@ FAULTS: dict[str, Any] = {
     "opposite rotation": NegativeAngles,
     "base 10000": _config(rope_theta={500000.0: 10000.0}),
     "float32 angles": Float32Angles,
-    "alpha_q [target, source]": lambda *a, **k: AlphaAxes(*a, tensor="q", **k),
-    "alpha_k [target, source]": lambda *a, **k: AlphaAxes(*a, tensor="k", **k),
-    "alpha_v [target, source]": lambda *a, **k: AlphaAxes(*a, tensor="v", **k),
-    "alpha_q [source, pseudo, target]": lambda *a, **k: AlphaAxes(*a, tensor="q", axes=(0, 2, 1), **k),
-    "alpha_k [source, pseudo, target]": lambda *a, **k: AlphaAxes(*a, tensor="k", axes=(0, 2, 1), **k),
-    "alpha_v [source, pseudo, target]": lambda *a, **k: AlphaAxes(*a, tensor="v", axes=(0, 2, 1), **k),
-    "alpha_v [pseudo, target, source]": lambda *a, **k: AlphaAxes(*a, tensor="v", axes=(2, 1, 0), **k),
+    "alpha_q [target, source]": partial(AlphaAxes, tensor="q"),
+    "alpha_k [target, source]": partial(AlphaAxes, tensor="k"),
+    "alpha_v [target, source]": partial(AlphaAxes, tensor="v"),
+    "alpha_q [source, pseudo, target]": partial(AlphaAxes, tensor="q", axes=(0, 2, 1)),
+    "alpha_k [source, pseudo, target]": partial(AlphaAxes, tensor="k", axes=(0, 2, 1)),
+    "alpha_v [source, pseudo, target]": partial(AlphaAxes, tensor="v", axes=(0, 2, 1)),
+    "alpha_v [pseudo, target, source]": partial(AlphaAxes, tensor="v", axes=(2, 1, 0)),
     "collapse [source, out]": CollapseAxes,
-    "collapse [out, pseudo, source]": lambda *a, **k: CollapseAxes(*a, axes=(0, 2, 1), **k),
+    "collapse [out, pseudo, source]": partial(CollapseAxes, axes=(0, 2, 1)),
     "pseudo-major": PseudoMajor,
     "reshaped without transposing": Reshaped,
     "queries aligned to the first keys": AlignedFirst,
     "scale of d + 1": ScaleOfNextWidth,
     "q and k x 1.01": LargerQK,
     "inverted key mask": InvertedKeyMask,
-    "values repeated, not mixed": lambda *a, **k: NotMixed(*a, tensor="v", **k),
+    "values repeated, not mixed": partial(NotMixed, tensor="v"),
     "mean for collapse": MeanCollapse,
     "last for collapse": LastCollapse,
-    "first head off by 2%": lambda *a, **k: OneHeadOff(*a, head=0, **k),
-    "second head off by 2%": lambda *a, **k: OneHeadOff(*a, head=1, **k),
-    "first head 2% small": lambda *a, **k: OneHeadOff(*a, head=0, factor=0.98, **k),
+    "first head off by 2%": partial(OneHeadOff, head=0),
+    "second head off by 2%": partial(OneHeadOff, head=1),
+    "first head 2% small": partial(OneHeadOff, head=0, factor=0.98),
     "last batch element replaced": LastBatchElementReplaced,
     "pseudo-heads as separate heads": PseudoHeadsApart,
     "mean where nothing is seen": MeanWhereNothingIsSeen,
@@ -726,8 +693,8 @@ FAULTS: dict[str, Any] = {
     "per-head collapse transposed": PerHeadTransposed,
     "per-head collapse of the mean head": PerHeadForAll,
     "lse to base 2": BinaryLogarithm,
-    "keys repeated, not mixed": lambda *a, **k: NotMixed(*a, tensor="k", **k),
-    "queries not mixed": lambda *a, **k: NotMixed(*a, tensor="q", **k),
+    "keys repeated, not mixed": partial(NotMixed, tensor="k"),
+    "queries not mixed": partial(NotMixed, tensor="q"),
     "alpha_v used for keys": _other_tensor("alpha_k", "alpha_v"),
     "alpha_k used for values": _other_tensor("alpha_v", "alpha_k"),
     "alpha_q used for keys": _other_tensor("alpha_k", "alpha_q"),

@@ -47,9 +47,7 @@ class RotatedBeforeMixing(Port):
     @staticmethod
     def _turn(x: Any, angles: Array, config: AttentionConfig) -> Any:
         """Rotation in the dtype of x, with tables rounded to it."""
-        first, second = np.split(np.arange(x.shape[-1]), 2)
-        if config.rope_pairing == "adjacent":
-            first, second = np.arange(x.shape[-1]).reshape(-1, 2).T
+        first, second = reference.lane_pairs(x.shape[-1], config.rope_pairing)
         cosine, sine = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
         turned = np.empty_like(x)
         turned[..., first] = x[..., first] * cosine - x[..., second] * sine
@@ -71,9 +69,7 @@ class StoredTable(Port):
     def rotate(self, x: Array, angles: Array | None, config: AttentionConfig) -> Array:
         if angles is None:
             return x
-        first, second = np.split(np.arange(x.shape[-1]), 2)
-        if config.rope_pairing == "adjacent":
-            first, second = np.arange(x.shape[-1]).reshape(-1, 2).T
+        first, second = reference.lane_pairs(x.shape[-1], config.rope_pairing)
         cosine, sine = (self.store(table, self.dtype) for table in (np.cos(angles), np.sin(angles)))
         x1, x2 = x[..., first], x[..., second]
         turned = np.empty_like(x)
