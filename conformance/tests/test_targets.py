@@ -15,12 +15,11 @@ from processes import wait_for_text, wait_until_gone
 
 from iha_conformance.protocol import Job, TargetUnavailable
 from iha_conformance.targets.backends import (
-    NamespaceBridge,
-    TorchBridge,
     canonical_name,
     known_targets,
     missing_module,
 )
+from iha_conformance.targets.bridges import NamespaceBridge, TorchBridge
 from iha_conformance.targets.messages import Launch, RefusedError, describe, one_line
 from iha_conformance.targets.process import ProcessTarget
 from iha_core import STAGES, AttentionConfig, attention
@@ -526,7 +525,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS)
 def test_torch_bridge_keeps_values_and_strides(view, dtype):
     torch = pytest.importorskip("torch")
-    bridge = TorchBridge(torch, torch.device("cpu"))
+    bridge = TorchBridge(torch)
     base = np.arange(24).reshape(4, 6)
     array = VIEWS[view](base.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
     native = bridge.to_native(array)
@@ -540,7 +539,7 @@ def test_torch_bridge_keeps_values_and_strides(view, dtype):
 
 def test_bridges_copy_on_the_way_back():
     torch = pytest.importorskip("torch")
-    for bridge in (TorchBridge(torch, torch.device("cpu")), NamespaceBridge(np)):
+    for bridge in (TorchBridge(torch), NamespaceBridge(np)):
         native = bridge.to_native(np.zeros(3))
         back = bridge.to_numpy(native)
         native[0] = 1

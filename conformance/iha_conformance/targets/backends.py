@@ -1,28 +1,26 @@
 """The backends of this project as targets, and what is known about them without importing any.
 
-An adapter pairs a backend package with a *bridge*, which carries NumPy arrays into a framework,
-memory layout included, and back.
+An adapter pairs a backend package with the bridge to its framework.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from iha_conformance.protocol import UNDECLARED, Inputs, TargetInfo, TargetUnavailable
-from iha_conformance.targets.messages import Arrays, RefusedError, WrongReturnError, describe
+from iha_conformance.protocol import Inputs, TargetInfo, TargetUnavailable
+from iha_conformance.targets.bridges import BRIDGES, Bridge, NamespaceBridge
+from iha_conformance.targets.messages import Arrays, WrongReturnError, describe
 
 ARRAY_API = "array-api"
 NAMESPACES = ("numpy", "array_api_strict", "torch")
 """Array API namespaces that `--backend array-api` means, where they are installed."""
-
-UNROUNDED = ("numpy", "array_api_strict")
-"""Namespaces that multiply unrounded operands on the CPU, whatever the environment says ([NUM-8])."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,85 +72,6 @@ def has_devices(name: str) -> bool:
     return name.partition(":")[2] in ("", "torch")
 
 
-# Bridges, in the worker process
-
-
-class Bridge(Protocol):
-    """NumPy arrays into a framework and back."""
-
-    def to_native(self, array: np.ndarray[Any, Any]) -> Any:
-        """The same values in the same memory layout; raises `RefusedError` for a dtype it lacks."""
-        ...
-
-    def to_numpy(self, native: Any) -> np.ndarray[Any, Any]:
-        """A copy of the values."""
-        ...
-
-
-class NamespaceBridge:
-    """Any module that follows the Array API standard."""
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-        self._name = namespace.__name__
-
-    def to_native(self, array: np.ndarray[Any, Any]) -> Any:
-        dtype = array.dtype.name
-        refusal = RefusedError(f"{self._name} has no {dtype}")
-        if dtype != "bool" and not hasattr(self._namespace, dtype):
-            raise refusal
-        native = self._namespace.asarray(array)
-        if str(native.dtype).rpartition(".")[2] != dtype:  # a namespace may narrow silently
-            raise refusal
-        return native
-
-    def to_numpy(self, native: Any) -> np.ndarray[Any, Any]:
-        if isinstance(native, np.ndarray) or hasattr(native, "__array__"):
-            return np.array(native, subok=False)
-        array: np.ndarray[Any, Any] = np.from_dlpack(native)
-        return array.copy()
-
-
-class TorchBridge:
-    """PyTorch, on any of its devices."""
-
-    def __init__(self, torch: Any, device: Any) -> None:
-        self._torch = torch
-        self._device = device
-
-    def to_native(self, array: np.ndarray[Any, Any]) -> Any:
-        """The array with its strides, which plain conversion loses on accelerators.
-
-        The memory that the view spans is copied, moved, and viewed again. torch has no negative
-        strides, so reversed views arrive as contiguous copies.
-        """
-        if array.size == 0 or any(stride < 0 or stride % array.itemsize for stride in array.strides):
-            array = np.ascontiguousarray(array)
-        steps = tuple(stride // array.itemsize for stride in array.strides)
-        span = 1 + sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
-        if array.size == 0:
-            span = 0
-        memory = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
-        is_bfloat16 = array.dtype.name == "bfloat16"
-        if not is_bfloat16 and not hasattr(self._torch, array.dtype.name):
-            raise RefusedError(f"torch has no {array.dtype.name}")
-        flat = self._torch.from_numpy(memory.view(np.int16) if is_bfloat16 else memory)
-        flat = flat.view(self._torch.bfloat16) if is_bfloat16 else flat
-        try:
-            flat = flat.to(self._device)
-        except TypeError as error:  # as MPS says that it has no float64
-            raise RefusedError(f"device {self._device} has no {array.dtype.name}") from error
-        return flat.as_strided(array.shape, steps)
-
-    def to_numpy(self, native: Any) -> np.ndarray[Any, Any]:
-        native = native.detach().cpu().contiguous()
-        if native.dtype is self._torch.bfloat16:
-            import ml_dtypes
-
-            return np.array(native.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16))
-        return np.array(native.numpy())
-
-
 # Adapters, in the worker process
 
 
@@ -170,25 +89,24 @@ class BackendAdapter:
         self._make_config = AttentionConfig.from_dict
 
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, str | None]:
-        stages, kernel = self._package.attention_stages(
-            **self._native(inputs), config=self._make_config(config)
-        )
+        stages, kernel = self._call(self._package.attention_stages, inputs, config)
         arrays = {stage: self._bridge.to_numpy(value) for stage, value in stages.items()}
         _check_output_dtype(arrays, inputs)
         return arrays, kernel
 
     def plain(self, inputs: Inputs, config: dict[str, Any]) -> Arrays:
-        output = self._package.attention(**self._native(inputs), config=self._make_config(config))
+        output = self._call(self._package.attention, inputs, config)
         arrays = {"output": self._bridge.to_numpy(output)}
         _check_output_dtype(arrays, inputs)
         return arrays
 
-    def _native(self, inputs: Inputs) -> dict[str, Any]:
+    def _call(self, function: Callable[..., Any], inputs: Inputs, config: dict[str, Any]) -> Any:
         # A case of bad input may hold something else than arrays; it is for the backend to say so.
-        return {
+        arguments = {
             name: self._bridge.to_native(value) if isinstance(value, np.ndarray) else value
             for name, value in inputs.items()
         }
+        return self._bridge.call(function, arguments, self._make_config(config))
 
 
 def _check_output_dtype(arrays: Arrays, inputs: Inputs) -> None:
@@ -201,7 +119,7 @@ def _check_output_dtype(arrays: Arrays, inputs: Inputs) -> None:
         )
 
 
-def load(name: str, device: str | None) -> BackendAdapter:
+def load(name: str, device: str | None = None, precision: str | None = None) -> BackendAdapter:
     """Import a backend and its framework.
 
     Raises:
@@ -210,23 +128,29 @@ def load(name: str, device: str | None) -> BackendAdapter:
     backend, _, namespace = name.partition(":")
     package = _import(name, BACKENDS[backend].package)
     framework = _import(name, namespace or BACKENDS[backend].needs[0])
-    bridge: Bridge
-    if framework.__name__ == "torch":
-        where = _torch_device(name, framework, device)
-        bridge = TorchBridge(framework, where)
-        on, precision = str(where), str(framework.get_float32_matmul_precision())
-    else:
-        if device not in (None, "cpu"):
-            raise TargetUnavailable(f"backend {name!r}: expected device cpu, got {device!r}")
-        if not hasattr(framework, "asarray"):
-            raise TargetUnavailable(f"backend {name!r}: expected an Array API namespace, which has asarray")
-        bridge = NamespaceBridge(framework)
-        on, precision = "cpu", "highest" if framework.__name__ in UNROUNDED else UNDECLARED
-    version = str(getattr(framework, "__version__", "unknown"))
+    module = framework.__name__.partition(".")[0]
+    try:
+        bridge = BRIDGES.get(framework.__name__, NamespaceBridge)(framework, device, precision)
+    except TargetUnavailable as error:
+        raise TargetUnavailable(f"backend {name!r}: {error}") from error
     info = TargetInfo(
-        name=name, framework=framework.__name__, version=version, device=on, precision=precision
+        name=name,
+        framework=module,
+        version=_version(framework, module),
+        device=bridge.device,
+        precision=bridge.precision,
     )
     return BackendAdapter(package, bridge, info)
+
+
+def _version(framework: Any, module: str) -> str:
+    found = getattr(framework, "__version__", None)
+    if found is None:
+        try:
+            found = importlib.metadata.version(module)
+        except importlib.metadata.PackageNotFoundError:
+            found = "unknown"
+    return str(found)
 
 
 def _import(name: str, module: str) -> Any:
@@ -234,12 +158,3 @@ def _import(name: str, module: str) -> Any:
         return importlib.import_module(module)
     except Exception as error:
         raise TargetUnavailable(f"backend {name!r}: cannot import {module!r}: {describe(error)}") from error
-
-
-def _torch_device(name: str, torch: Any, device: str | None) -> Any:
-    try:
-        where = torch.device(device or "cpu")
-        torch.zeros(1, device=where)
-    except Exception as error:
-        raise TargetUnavailable(f"backend {name!r}: no device {device!r}: {describe(error)}") from error
-    return where

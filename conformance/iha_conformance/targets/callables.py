@@ -31,7 +31,13 @@ from iha_conformance.targets.messages import (
 class CallableAdapter:
     """A loaded callable."""
 
-    def __init__(self, name: str, function: Callable[..., Any], capabilities: frozenset[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        capabilities: frozenset[str],
+        precision: str | None = None,
+    ) -> None:
         self._function = function
         self.capabilities = capabilities
         self.info = TargetInfo(
@@ -39,7 +45,7 @@ class CallableAdapter:
             framework="python",
             version=platform.python_version(),
             device="cpu",
-            precision=UNDECLARED,
+            precision=precision or UNDECLARED,
         )
 
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, None]:
@@ -80,8 +86,8 @@ def as_arrays(returned: object) -> Arrays:
     return arrays
 
 
-def load(name: str, directory: str) -> CallableAdapter:
-    """Import MODULE:CALLABLE with the directory on the import path.
+def load(name: str, directory: str, precision: str | None = None) -> CallableAdapter:
+    """Import MODULE:CALLABLE with the directory on the import path; a precision class is declared for it.
 
     Raises:
         TargetUnavailable: no such module or attribute, an exception at import, or not callable.
@@ -105,7 +111,7 @@ def load(name: str, directory: str) -> CallableAdapter:
         path += "." + part
     if not callable(found):
         raise TargetUnavailable(f"target {name!r}: expected a callable, got {type(found).__name__}")
-    return CallableAdapter(name, found, _capabilities(name, getattr(found, "capabilities", ())))
+    return CallableAdapter(name, found, _capabilities(name, getattr(found, "capabilities", ())), precision)
 
 
 def _capabilities(name: str, declared: object) -> frozenset[str]:

@@ -23,12 +23,14 @@ class Launch:
         kind: which module of `targets` knows the target.
         name: name of the target in reports: "torch", "array-api:numpy", "module:callable".
         device: device asked for, None for the default one.
+        precision: precision class asked for ([NUM-8]), None to leave it as the environment has it.
         directory: working directory of the user; on the import path of callables.
     """
 
     kind: Literal["backend", "callable"]
     name: str
     device: str | None = None
+    precision: str | None = None
     directory: str = ""
 
 

@@ -69,10 +69,10 @@ def load(launch: Launch) -> Adapter:
     if launch.kind == "callable":
         from iha_conformance.targets import callables
 
-        return callables.load(launch.name, launch.directory)
+        return callables.load(launch.name, launch.directory, launch.precision)
     from iha_conformance.targets import backends
 
-    return backends.load(launch.name, launch.device)
+    return backends.load(launch.name, launch.device, launch.precision)
 
 
 def run_job(adapter: Adapter, job: Job) -> Result:
