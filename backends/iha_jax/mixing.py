@@ -1,0 +1,37 @@
+"""Mixing into virtual tokens, and the collapse back: SPEC.md 3.1 and 3.5."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import PrecisionLike
+
+
+def mix(x: Array, alpha: Array, precision: PrecisionLike) -> Array:
+    """Pseudo-heads as virtual tokens ([MIX-1] to [MIX-4]).
+
+    x (B, N, source, width), alpha (source, H, P) -> (B, T, H, width) in x's dtype.
+    """
+    B, N, _, width = x.shape
+    _, H, P = alpha.shape
+    mixed = _einsum("bnsw,shp->bnphw", x, alpha, precision)
+    return mixed.reshape(B, N * P, H, width)  # (B, N, P, H, width) -> (B, T, H, width)
+
+
+def collapse_heads(virtual_out: Array, collapse: Array, precision: PrecisionLike) -> Array:
+    """One output per head from its token's H*P pseudo outputs ([COL-1], [COL-2]).
+
+    virtual_out (B, T, H, e), collapse (H, H, P) or (H, P) -> (B, N, H, e) in virtual_out's dtype.
+    """
+    B, T, H, e = virtual_out.shape
+    P = collapse.shape[-1]
+    pseudo = virtual_out.reshape(B, T // P, P, H, e)
+    subscripts = "bnpse,osp->bnoe" if collapse.ndim == 3 else "bnphe,hp->bnhe"
+    return _einsum(subscripts, pseudo, collapse, precision)
+
+
+def _einsum(subscripts: str, x: Array, parameter: Array, precision: PrecisionLike) -> Array:
+    """A product with a mixing tensor, with sums in float32 or float64, rounded once ([TYP-2], [NUM-1])."""
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    product = jnp.einsum(subscripts, x.astype(compute), parameter.astype(compute), precision=precision)
+    return product.astype(x.dtype)
