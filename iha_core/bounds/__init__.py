@@ -5,7 +5,17 @@ The derivation is SPEC.md chapter 6; `formats` has the arithmetic, `worst` the w
 stage, `statistics` the standard deviations on random data.
 """
 
-from iha_core.bounds.formats import Arithmetic, Format, arithmetic, tolerances
+from iha_core.bounds.formats import HIGHEST, Arithmetic, Format, arithmetic, precision_classes, tolerances
 from iha_core.bounds.limits import Companion, Limits, derive_limits
 
-__all__ = ["Arithmetic", "Companion", "Format", "Limits", "arithmetic", "derive_limits", "tolerances"]
+__all__ = [
+    "HIGHEST",
+    "Arithmetic",
+    "Companion",
+    "Format",
+    "Limits",
+    "arithmetic",
+    "derive_limits",
+    "precision_classes",
+    "tolerances",
+]

@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from iha_core.errors import ArgumentValueError
 from iha_core.spec_files import load_toml
 
 Array = NDArray[np.float64]
 
 NO_GRID = np.int64(1 << 20)
 """Grid exponent of zero, which lies on every grid."""
+
+HIGHEST = "highest"
+"""The precision class whose products take their operands unrounded ([NUM-8])."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,11 +77,42 @@ class Format:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Operands:
+    """What a precision class does to the operands of a sum of products ([NUM-8]).
+
+    Attributes:
+        format: its numbers are taken as they are.
+        c: roundoff of any other operand.
+        parts: how many numbers such an operand is split into.
+    """
+
+    format: Format
+    c: float
+    parts: int
+
+    def hold(self, storage: Format) -> bool:
+        """Whether every number of a storage format is taken as it is."""
+        ours = self.format
+        return (
+            ours.bits >= storage.bits
+            and ours.max_exponent >= storage.max_exponent
+            # The least number of gradual underflow has to be a normal one here.
+            and ours.min_exponent <= storage.min_exponent - (storage.bits - 1) * storage.gradual_underflow
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A storage format together with the format that sums are formed in ([NUM-1])."""
+    """A storage format, the format that sums are formed in ([NUM-1]), and what products do ([NUM-8]).
+
+    Attributes:
+        storage, accumulator: the formats.
+        operands: the rounding of operands; None where they are taken as they are.
+    """
 
     storage: Format
     accumulator: Format
+    operands: Operands | None = None
 
     @property
     def u(self) -> float:
@@ -96,18 +131,38 @@ def tolerances() -> dict[str, Any]:
     return load_toml("tolerances.toml")
 
 
+def precision_classes() -> tuple[str, ...]:
+    """Names of the precision classes ([NUM-8]), the highest first."""
+    return (HIGHEST, *tolerances()["precision"])
+
+
 @cache
-def arithmetic(dtype: str) -> Arithmetic:
-    """The arithmetic of a storage dtype ("float64", "float32", "float16", "bfloat16")."""
+def arithmetic(dtype: str, precision: str = HIGHEST) -> Arithmetic:
+    """The arithmetic of a storage dtype ("float64", "float32", "float16", "bfloat16") in a class.
+
+    Raises:
+        ArgumentValueError: no such precision class.
+    """
+    if precision not in precision_classes():
+        expected = "one of " + ", ".join(precision_classes())
+        raise ArgumentValueError("precision", "", expected=expected, found=repr(precision))
+    formats = tolerances()["formats"]
+    operands = None
+    if precision != HIGHEST and dtype != "float64":  # float64 is multiplied unrounded in every class
+        entry = tolerances()["precision"][precision]
+        operands = Operands(
+            format=_format(precision, entry), c=entry["operand_roundoff"], parts=entry["parts"]
+        )
     return Arithmetic(
-        storage=_format(dtype), accumulator=_format(tolerances()["formats"][dtype]["accumulator"])
+        storage=_format(dtype, formats[dtype]),
+        accumulator=_format(formats[dtype]["accumulator"], formats[formats[dtype]["accumulator"]]),
+        operands=operands,
     )
 
 
-def _format(dtype: str) -> Format:
-    entry = tolerances()["formats"][dtype]
+def _format(name: str, entry: dict[str, Any]) -> Format:
     return Format(
-        name=dtype,
+        name=name,
         bits=entry["significand_bits"],
         min_exponent=entry["min_exponent"],
         max_exponent=entry["max_exponent"],

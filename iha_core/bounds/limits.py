@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from iha_core.bounds import statistics, worst
-from iha_core.bounds.formats import Arithmetic, Array, Format, arithmetic, tolerances
+from iha_core.bounds.formats import HIGHEST, Arithmetic, Array, Format, arithmetic, tolerances
 from iha_core.config import AttentionConfig
 from iha_core.reference import (
     attention_stages,
@@ -78,6 +78,7 @@ def derive_limits(
     *,
     config: AttentionConfig,
     storage: str,
+    precision: str = HIGHEST,
     random: bool = False,
     key_mask: Any = None,
     segment_ids: Any = None,
@@ -92,6 +93,7 @@ def derive_limits(
 
     Args:
         storage: storage dtype of the result to be judged, which the inputs already have.
+        precision: precision class of its products ([NUM-8]), one of `precision_classes()`.
         random: whether the data are random, so that errors may be treated as independent. Never say
             so of structured data: there one rounding repeats.
 
@@ -99,7 +101,7 @@ def derive_limits(
         The exact stages and their limits.
 
     Raises:
-        IHAError: bad input, as from `attention`.
+        IHAError: bad input, as from `attention`, or no such precision class.
 
     Source: SPEC.md chapter 6.
     """
@@ -120,7 +122,7 @@ def derive_limits(
         kept = np.asarray(key_mask)[:, :, None, None]
         tensors |= {name: np.where(kept, tensors[name], 0.0) for name in ("k", "v")}
     stages = attention_stages(**tensors, config=config, **optional)
-    rules = arithmetic(storage)
+    rules = arithmetic(storage, precision)
 
     with np.errstate(invalid="ignore", over="ignore"):
         chain = _propagate(tensors, stages, dims, config, rules, optional)
@@ -131,16 +133,20 @@ def derive_limits(
                 limits[name][dropped] = np.inf
         companions: tuple[Companion, ...] = ()
         if random and chain.output.value.size:
-            turned = np.zeros_like(chain.output.error)
+            # What rows of a table share, or all products of an operand, are no independent roundings: their
+            # part of the worst case is not averaged.
+            single = arithmetic(storage)
+            averaged = independent = chain
+            if rules.operands is not None:
+                averaged = independent = _propagate(tensors, stages, dims, config, single, optional)
             if config.rope != "none":
-                # Rows of a table of angles err together, so their share of the worst case is not averaged.
-                exact = _propagate(tensors, stages, dims, config, rules, optional, angles="true")
-                turned = _factor(rules) * np.maximum(0.0, chain.output.error - exact.output.error)
-            sigma = np.sqrt(statistics.element_variance(chain)) * _reference_share(rules)
-            statistical = tolerances()["limits"]["element"] * sigma + turned
+                independent = _propagate(tensors, stages, dims, config, single, optional, angles="true")
+            shared = _factor(rules) * np.maximum(0.0, chain.output.error - independent.output.error)
+            sigma = np.sqrt(statistics.element_variance(averaged)) * _reference_share(rules)
+            statistical = tolerances()["limits"]["element"] * sigma + shared
             floor = _floor(chain.output.value, _output_magnitude(chain), rules.storage, rules)
             limits["output"] = np.maximum(floor, np.minimum(limits["output"], statistical))
-            companions = tuple(_companions(chain, sigma, turned))
+            companions = tuple(_companions(averaged, sigma, shared))
     output = chain.output
     return Limits(
         stages={name: value for name, value in stages.items() if name in limits},
@@ -255,16 +261,16 @@ def _limit(value: Array, error: Array, magnitude: Array, storage: Format, rules:
     return np.asarray(np.maximum(_floor(value, magnitude, storage, rules), _factor(rules) * error))
 
 
-def _companions(chain: statistics.Chain, sigma: Array, turned: Array) -> Iterator[Companion]:
+def _companions(chain: statistics.Chain, sigma: Array, shared: Array) -> Iterator[Companion]:
     """Limits on root mean square, mean and gain of the error ([NUM-6]).
 
-    `turned` (B, N, H, e) is what the angles may add to the error of each element.
+    `shared` (B, N, H, e) is what angles and operands may add to the error of each element.
     """
     constants = tolerances()["limits"]
     share = _reference_share(chain.arithmetic)
     y = chain.output.value
     B, N, H, e = y.shape
-    bias = constants["bias"] * share * chain.arithmetic.A * _output_magnitude(chain) + turned
+    bias = constants["bias"] * share * chain.arithmetic.A * _output_magnitude(chain) + shared
 
     def limit(w: Array, factor: float, *, per_batch: bool) -> Array:
         deviation = np.sqrt(statistics.functional_variance(chain, w, per_batch=per_batch))

@@ -45,10 +45,6 @@ class Quantity:
     summed: Array
     terms: Array
 
-    def grid(self) -> NDArray[np.int64]:
-        """Grid exponent of every element, finer than anything where the value is not exact."""
-        return np.where(self.exact, grid(self.value), _ANY_FINER)
-
 
 def rounding(value: Array, incoming: Array, exact: Booleans, arithmetic: Arithmetic) -> Array:
     """Error that rounding to the storage format adds: u|x| + eta in general.
@@ -102,22 +98,85 @@ def _kept(
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operand:
+    """A factor in a sum of products, as the precision class may take it ([NUM-8]).
+
+    Attributes:
+        absolute: its exact absolute value.
+        error: bound of its error, its rounding as an operand included.
+        grid: its grid exponent, finer than anything where it is not exact or may be rounded.
+        parts: how many numbers it may be split into, each with products of its own.
+    """
+
+    absolute: Array
+    error: Array
+    grid: NDArray[np.int64]
+    parts: Array
+
+    @property
+    def count(self) -> Array:
+        """Its parts, none where it is zero and has no products."""
+        return np.asarray(self.parts * (self.absolute != 0))
+
+
+def operand(
+    value: Array,
+    arithmetic: Arithmetic,
+    *,
+    error: Array | float = 0.0,
+    exact: Booleans | bool = True,
+    stored: Array | float = 0.0,
+) -> Operand:
+    """A factor of this value, by default an input; its rounding as an operand adds c(|x| + error) + eta.
+
+    A number that the class takes as it is, and that is off by less than any number of the accumulator, is not
+    rounded. Nor is what has been rounded to a storage format whose numbers are all taken as they are: of
+    that rounding, which is the part `stored` of the error, and the operand's only the larger one happens.
+    """
+    error = np.broadcast_to(error, value.shape)
+    factor = Operand(
+        absolute=np.abs(value),
+        error=error,
+        grid=np.where(exact, grid(value), _ANY_FINER),
+        parts=np.ones_like(value),
+    )
+    rule = arithmetic.operands
+    if rule is None:
+        return factor
+    held = rule.format.represents(value) & (error < arithmetic.accumulator.spacing(value) / 4)
+    spared = stored if rule.hold(arithmetic.storage) else 0.0
+    rounded = rule.c * (factor.absolute + error - spared) + rule.format.eta
+    return Operand(
+        absolute=factor.absolute,
+        error=np.where(held, error, error + np.maximum(0.0, rounded - spared)),
+        grid=np.where(held, factor.grid, _ANY_FINER),
+        parts=np.where(held, 1.0, float(rule.parts)),
+    )
+
+
+def operand_of(stage: Quantity, arithmetic: Arithmetic) -> Operand:
+    """A stage as a factor."""
+    return operand(stage.value, arithmetic, error=stage.error, exact=stage.exact, stored=stage.stored)
+
+
 def mixed(x: Array, alpha: Array, value: Array, arithmetic: Arithmetic) -> Quantity:
     """Mixing, equations (1) to (4): x (B, N, source, width), alpha (source, H, P)."""
     B, N, _, width = x.shape
     _, H, P = alpha.shape
-    x_grid, alpha_grid = grid(x), grid(alpha)
+    inputs, parameters = operand(x, arithmetic), operand(alpha, arithmetic)
     term_grid = np.full((B, N, P, H, width), NO_GRID)
     for source in range(alpha.shape[0]):
-        per_target = alpha_grid[source].T[:, :, None]  # (P, H, 1)
-        both = x_grid[:, :, None, None, source] + per_target  # (B, N, P, H, width)
+        per_target = parameters.grid[source].T[:, :, None]  # (P, H, 1)
+        both = inputs.grid[:, :, None, None, source] + per_target  # (B, N, P, H, width)
         np.minimum(term_grid, both, out=term_grid)
     return rounded_sum(
         value,
-        magnitude=mix(np.abs(x), np.abs(alpha)),
-        terms=mix(_nonzero(x), _nonzero(alpha)),
+        magnitude=mix(inputs.absolute, parameters.absolute),
+        terms=mix(inputs.count, parameters.count),
         term_grid=term_grid.reshape(value.shape),
-        propagated=np.zeros_like(value),
+        propagated=mix(inputs.absolute, parameters.error)
+        + mix(inputs.error, parameters.absolute + parameters.error),
         arithmetic=arithmetic,
     )
 
@@ -151,6 +210,14 @@ def rotated(
     # In two steps around the mixing, errors are relative to what is mixed and not to the mixture.
     mixing = x.magnitude[..., first] + x.magnitude[..., second]
     work = (constants["rotation"] * arithmetic.A + angle_error) * mixing
+    # The factors of that mixing are rotated, and no numbers that a class takes as they are. What their
+    # rounding adds takes the place of what that of unrotated ones added to x.
+    rule = arithmetic.operands
+    of_rotated, of_unrotated = np.zeros_like(mixing), np.zeros_like(x.error)
+    if rule is not None:
+        most = np.maximum(x.terms[..., first], x.terms[..., second])
+        of_rotated = (2 * rule.c + rule.c**2 + (rule.parts**2 - 1) * most * arithmetic.A) * mixing
+        of_unrotated = np.maximum(0.0, x.error - x.summed - x.stored)
 
     own = np.empty_like(value)
     propagated = np.empty_like(value)
@@ -160,7 +227,8 @@ def rotated(
         along, across = np.abs(x.value[..., lane]), np.abs(x.value[..., partner])
         magnitude[..., lane] = along * cosine + across * sine
         stored_table = constants["rotation_storage"] * u * magnitude[..., lane] + eta * (along + across + 2)
-        own[..., lane] = stored_table + work
+        replaced = cosine * of_unrotated[..., lane] + sine * of_unrotated[..., partner]
+        own[..., lane] = stored_table + work + np.maximum(0.0, of_rotated - replaced)
         propagated[..., lane] = cosine * x.error[..., lane] + sine * x.error[..., partner]
         unturned[..., lane] = (turn == 0) | (mixing == 0)
     own = np.where(unturned, 0.0, own)
@@ -172,7 +240,7 @@ def rotated(
         error=incoming + stored,
         exact=exact,
         magnitude=magnitude,
-        stored=stored,
+        stored=np.where(unturned, x.stored, stored),
         summed=own,
         terms=np.ones_like(value),
     )
@@ -193,15 +261,15 @@ def scaled_operand(x: Quantity, scale: float, arithmetic: Arithmetic) -> Quantit
 def logits(q: Quantity, k: Quantity, value: Array, scale: float, arithmetic: Arithmetic) -> Quantity:
     """Logits, equation (7), which are never stored below float32 ([NUM-2])."""
     product = "bthd,bshd->bhts"
-    q_abs, k_abs = np.abs(q.value), np.abs(k.value)
-    magnitude = scale * np.einsum(product, q_abs, k_abs)
-    terms = np.einsum(product, _nonzero(q.value), _nonzero(k.value))
+    queries, keys = operand_of(q, arithmetic), operand_of(k, arithmetic)
+    magnitude = scale * np.einsum(product, queries.absolute, keys.absolute)
+    terms = np.einsum(product, queries.count, keys.count)
     propagated = scale * (
-        np.einsum(product, q_abs, k.error)
-        + np.einsum(product, q.error, k_abs)
-        + np.einsum(product, q.error, k.error)
+        np.einsum(product, queries.absolute, keys.error)
+        + np.einsum(product, queries.error, keys.absolute)
+        + np.einsum(product, queries.error, keys.error)
     )
-    q_grid, k_grid = np.moveaxis(q.grid(), 2, 1), np.moveaxis(k.grid(), 2, 1)  # (B, H, T or S, d)
+    q_grid, k_grid = np.moveaxis(queries.grid, 2, 1), np.moveaxis(keys.grid, 2, 1)  # (B, H, T or S, d)
     term_grid = np.full(value.shape, NO_GRID)
     for lane in range(q.value.shape[-1]):
         np.minimum(term_grid, q_grid[:, :, :, None, lane] + k_grid[:, :, None, :, lane], out=term_grid)
@@ -317,19 +385,25 @@ def weighted_sum(
     constants = tolerances()["operations"]
     B, H, T, S = weights.value.shape
     e = value.shape[-1]
-    v_value, v_error = np.swapaxes(v.value, 1, 2), np.swapaxes(v.error, 1, 2)  # (B, H, S, e)
-    v_grid = np.swapaxes(v.grid(), 1, 2)
+    values = operand_of(v, arithmetic)
+    v_value, v_error, v_parts = (
+        np.swapaxes(x, 1, 2) for x in (v.value, values.error, values.parts)
+    )  # (B, H, S, e)
+    v_grid = np.swapaxes(values.grid, 1, 2)
     # A NaN or infinity adds nothing where it is hidden, and where it is seen there is no limit.
     v_error = np.where(np.isfinite(v_value), v_error, 0.0)
     v_value = np.where(np.isfinite(v_value), v_value, 0.0)
+    by_storage = np.minimum(weights.own, arithmetic.u * np.abs(weights.value) + arithmetic.storage.eta)
+    factors = operand(
+        weights.value, arithmetic, error=weights.error, exact=weights.exact, stored=by_storage
+    )  # (B, H, T, S)
     seen = np.broadcast_to(visible, weights.value.shape)
 
     moved = np.zeros((B, H, T, e))
     term_grid = np.full((B, H, T, e), NO_GRID)
     growth = np.expm1(_capped(weights.logit_error))
     shrunk = np.sum(weights.value * np.exp(-_capped(weights.logit_error)), axis=-1)
-    weight_grid = np.where(weights.exact, grid(weights.value), _ANY_FINER)
-    weight_grid = np.where(weights.negligible | ~seen, NO_GRID, weight_grid)
+    weight_grid = np.where(weights.negligible | ~seen, NO_GRID, factors.grid)
     any_moved = bool(np.any(growth))
     for t in range(T) if S else ():
         row = seen[:, :, t, :, None]
@@ -343,16 +417,18 @@ def weighted_sum(
     def over_keys(per_weight: Array, per_value: Array) -> Array:
         return np.asarray(np.einsum("bhts,bhse->bhte", per_weight, per_value))
 
-    absolute = np.abs(weights.value)
+    absolute = factors.absolute
     counted = np.where(weights.negligible, 0.0, weights.magnitude)
     magnitude = over_keys(weights.magnitude, np.abs(v_value))
     exact_magnitude = over_keys(np.where(weights.negligible, 0.0, absolute), np.abs(v_value))
     propagated = (
-        moved + over_keys(weights.error, np.abs(v_value)) + over_keys(absolute + weights.error, v_error)
+        moved + over_keys(factors.error, np.abs(v_value)) + over_keys(absolute + factors.error, v_error)
     )
     # Under softmax the denominator is a sum too; it is exact in the rows whose weights are.
     exact = sum_is_exact(term_grid, exact_magnitude, arithmetic.accumulator)
-    terms = np.broadcast_to(np.count_nonzero(seen, axis=-1)[..., None], magnitude.shape).astype(np.float64)
+    v_most = np.max(v_parts, axis=2, keepdims=True, initial=1.0)  # (B, H, 1, e)
+    parts = np.max(factors.parts, axis=3, keepdims=True, initial=1.0) * v_most
+    terms = np.count_nonzero(seen, axis=-1)[..., None] * parts  # (B, H, T, e)
     sums = constants["sums_per_weighted_sum"]
     summed = np.where(exact, 0.0, sums * terms * arithmetic.A * over_keys(counted, np.abs(v_value)))
     exact = np.swapaxes(exact, 1, 2)  # (B, T, H, e), as all that follows
@@ -364,23 +440,23 @@ def weighted_sum(
 
 def collapsed(o: Quantity, collapse: Array, value: Array, arithmetic: Arithmetic) -> Quantity:
     """Collapse, equations (11) and (12): o (B, T, H, e) -> (B, N, H, e)."""
-    R = as_global(collapse)
-    H, P = R.shape[1:]
+    R = operand(as_global(collapse), arithmetic)
+    pseudo = operand_of(o, arithmetic)
+    H, P = R.absolute.shape[1:]
     B, T, _, e = o.value.shape
-    o_grid = o.grid().reshape(B, T // P, P, H, e)
+    o_grid = pseudo.grid.reshape(B, T // P, P, H, e)
     term_grid = np.full(value.shape, NO_GRID)
-    R_grid = grid(R)
     for h in range(H):
         for p in range(P):
-            both = R_grid[:, h, p][None, None, :, None] + o_grid[:, :, p, h][:, :, None, :]  # (B, N, H, e)
+            both = R.grid[:, h, p][None, None, :, None] + o_grid[:, :, p, h][:, :, None, :]  # (B, N, H, e)
             np.minimum(term_grid, both, out=term_grid)
-    R_abs = np.abs(R)
     return rounded_sum(
         value,
-        magnitude=collapse_heads(np.abs(o.value), R_abs),
-        terms=collapse_heads(_nonzero(o.value), _nonzero(R)),
+        magnitude=collapse_heads(pseudo.absolute, R.absolute),
+        terms=collapse_heads(pseudo.count, R.count),
         term_grid=term_grid,
-        propagated=collapse_heads(o.error, R_abs),
+        propagated=collapse_heads(pseudo.error, R.absolute)
+        + collapse_heads(pseudo.absolute + pseudo.error, R.error),
         arithmetic=arithmetic,
     )
 
@@ -390,10 +466,6 @@ def as_global(collapse: Array) -> Array:
     if collapse.ndim == 3:
         return collapse
     return np.asarray(np.eye(len(collapse))[:, :, None] * collapse[None])
-
-
-def _nonzero(x: Array) -> Array:
-    return np.asarray((x != 0), dtype=np.float64)
 
 
 def _capped(error: Any) -> Array:

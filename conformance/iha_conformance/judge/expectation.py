@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from iha_conformance.corpus.cases import Case
 from iha_conformance.protocol import Inputs
-from iha_core.bounds import Limits, derive_limits
+from iha_core.bounds import HIGHEST, Limits, derive_limits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,12 +25,23 @@ class Expectation:
         return dict(self.limits.stages)
 
 
-def expect(case: Case, dtype: str, inputs: Inputs) -> Expectation | None:
-    """Run the reference on a case and derive its limits; None for a case of bad input."""
+def expect(case: Case, dtype: str, inputs: Inputs, precision: str = HIGHEST) -> Expectation | None:
+    """Run the reference on a case and derive its limits; None for a case of bad input.
+
+    Args:
+        case: the case.
+        dtype: its storage dtype.
+        inputs: its inputs, in that dtype.
+        precision: precision class of the products to be judged ([NUM-8]).
+    """
     if case.invalid is not None:
         return None
     with np.errstate(all="ignore"):
         limits = derive_limits(
-            **inputs, config=case.attention_config, storage=dtype, random="random" in case.flags
+            **inputs,
+            config=case.attention_config,
+            storage=dtype,
+            precision=precision,
+            random="random" in case.flags,
         )
     return Expectation(limits=limits)

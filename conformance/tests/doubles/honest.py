@@ -41,7 +41,7 @@ class RotatedBeforeMixing(Port):
         of_token, per_row = self._steps.pop(0)
         accumulator = np.float64 if self.dtype == "float64" else np.float32
         before = self._turn(unmixed.astype(accumulator), of_token, config)
-        mixed = reference.mix(before, alpha.astype(accumulator))  # type: ignore[arg-type]
+        mixed = self.multiply(reference.mix, before, alpha.astype(accumulator))
         return self._turn(mixed, per_row, config).astype(np.float64)
 
     @staticmethod
@@ -83,20 +83,29 @@ class AccumulatedInOrder(Port):
 
     def products(self, q: Array, k: Array, scale: float) -> Array:
         accumulator = np.float64 if self.dtype == "float64" else np.float32
-        q, k = (np.moveaxis(x, 2, 1).astype(accumulator) for x in (q, k))  # (B, H, T or S, d)
-        total = np.zeros((*q.shape[:3], k.shape[2]), accumulator)
-        for lane in range(q.shape[-1]):
-            total += q[:, :, :, None, lane] * k[:, :, None, :, lane]
+
+        def in_order(q: Array, k: Array) -> Array:
+            q, k = (np.moveaxis(x, 2, 1).astype(accumulator) for x in (q, k))  # (B, H, T or S, d)
+            total = np.zeros((*q.shape[:3], k.shape[2]), accumulator)
+            for lane in range(q.shape[-1]):
+                total += q[:, :, :, None, lane] * k[:, :, None, :, lane]
+            return total.astype(np.float64)
+
+        total = self.multiply(in_order, q, k).astype(accumulator)
         return (total * accumulator(scale)).astype(np.float64)
 
     def weighted_sum(self, weights: Array, mixed_v: Array, visible: NDArray[np.bool_]) -> Array:
         accumulator = np.float64 if self.dtype == "float64" else np.float32
-        out = np.zeros((*np.moveaxis(weights, 1, 2).shape[:3], mixed_v.shape[-1]), accumulator)
-        for s in reversed(range(weights.shape[-1])):
-            of_key = np.moveaxis(weights[..., s], 1, 2)[..., None].astype(accumulator)  # (B, T, H, 1)
-            term = of_key * mixed_v[:, None, s].astype(accumulator)
-            out += np.where(visible[:, :, s, None, None], term, 0.0)
-        return out.astype(np.float64)
+
+        def in_order(weights: Array, mixed_v: Array) -> Array:
+            out = np.zeros((*np.moveaxis(weights, 1, 2).shape[:3], mixed_v.shape[-1]), accumulator)
+            for s in reversed(range(weights.shape[-1])):
+                of_key = np.moveaxis(weights[..., s], 1, 2)[..., None].astype(accumulator)  # (B, T, H, 1)
+                term = of_key * mixed_v[:, None, s].astype(accumulator)
+                out += np.where(visible[:, :, s, None, None], term, 0.0)
+            return out.astype(np.float64)
+
+        return self.multiply(in_order, weights, mixed_v)
 
 
 HONEST = {

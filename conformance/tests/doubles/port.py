@@ -5,7 +5,7 @@ An honest port rounds where SPEC.md [NUM-3] allows it. A faulty one overrides on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,25 @@ Array = NDArray[np.float64]
 Config = Mapping[str, Any]
 
 
+def nearest(x: Any, bits: int) -> Any:
+    """Numbers with so many significant bits, of the dtype of x."""
+    significand, exponent = np.frexp(x)
+    return np.ldexp(np.rint(np.ldexp(significand, bits)), exponent - bits).astype(x.dtype)
+
+
 class Port:
     """Callable target: `port(inputs, config)` gives all stages, or the output alone.
 
     Args:
         rounding: "once" rounds the output only; "stages" rounds every stage but the logits and lse.
         stages: whether to return all stages.
+        precision: precision class of the products ([NUM-8]).
     """
 
-    def __init__(self, rounding: str = "once", *, stages: bool = False) -> None:
+    def __init__(self, rounding: str = "once", *, stages: bool = False, precision: str = "highest") -> None:
         self.rounding = rounding
         self.stages = stages
+        self.precision = precision
 
     def __call__(self, inputs: Mapping[str, Any], config: Config) -> Any:
         dtype = self.dtype = dtype_name(inputs["q"])
@@ -53,7 +61,7 @@ class Port:
         return np.where(key_mask[:, :, None, None], x, 0.0)
 
     def mix(self, name: str, x: Array, alpha: Array) -> Array:
-        return reference.mix(x, alpha)
+        return self.multiply(reference.mix, x, alpha)
 
     def order(self, x: Array, P: int) -> Array:
         """Rows of a mixed array (B, T, H, width) as attention sees them."""
@@ -82,19 +90,30 @@ class Port:
         return reference.visibility(query_index, key_index, dims, config, **masks)
 
     def products(self, q: Array, k: Array, scale: float) -> Array:
-        return reference.scaled_products(q, k, scale)
+        return self.multiply(lambda q, k: reference.scaled_products(q, k, scale), q, k)
 
     def softmax(self, logits: Array) -> tuple[Array, Array]:
         return reference.softmax(logits)
 
     def weighted_sum(self, weights: Array, mixed_v: Array, visible: NDArray[np.bool_]) -> Array:
-        return reference.weighted_sum(weights, mixed_v, visible)
+        return self.multiply(lambda a, v: reference.weighted_sum(a, v, visible), weights, mixed_v)
 
     def collapse(self, virtual_out: Array, R: Array) -> Array:
-        return reference.collapse_heads(virtual_out, R)
+        return self.multiply(reference.collapse_heads, virtual_out, R)
 
     def change_output(self, output: Array) -> Array:
         return output
+
+    def multiply(self, product: Callable[[Any, Any], Array], x: Any, y: Any) -> Array:
+        """Sums of products of x and y, as a matrix unit of the class forms them."""
+        if self.precision == "highest" or self.dtype == "float64":
+            return product(x, y)
+        if self.precision != "bf16x3":
+            bits = {"tf32": 11, "bf16x1": 8}[self.precision]
+            return product(nearest(x, bits), nearest(y, bits))
+        high_x, high_y = nearest(x, 8), nearest(y, 8)
+        low_x, low_y = nearest(x - high_x, 8), nearest(y - high_y, 8)
+        return product(high_x, high_y) + product(high_x, low_y) + product(low_x, high_y)
 
     # The operation.
 
