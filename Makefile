@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: conformance test lint readme clean help
+.PHONY: conformance test lint freeze readme clean help
 
 conformance: $(STAMP)  ## run the suite on every installed framework; ARGS="--quick" and the like are passed on
 	$(BIN)/iha run $(ARGS)
@@ -24,6 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+freeze: $(STAMP)  ## add new cases to the frozen corpus
+	$(BIN)/python conformance/tools/freeze_corpus.py $(ARGS)
 
 readme: $(STAMP)  ## run the suite and write the support table of README.md
 	$(BIN)/iha run --json $(VENV)/report.json

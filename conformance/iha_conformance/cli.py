@@ -89,6 +89,7 @@ def _report_error(message: str) -> int:
 @contextlib.contextmanager
 def _faults_in_one_line() -> Iterator[None]:
     """What can go wrong in a command, as errors that `main` reports."""
+    from iha_conformance.corpus import CorpusError
     from iha_conformance.protocol import TargetUnavailable
     from iha_conformance.runner import HarnessError
 
@@ -98,7 +99,7 @@ def _faults_in_one_line() -> Iterator[None]:
         raise InterruptError from None  # click would print an empty line for it
     except TargetUnavailable as error:
         raise CommandError(str(error)) from error
-    except HarnessError as error:
+    except (CorpusError, HarnessError) as error:
         raise CommandError(f"fault of the kit: {error}") from error
 
 
@@ -163,6 +164,13 @@ def iha(context: click.Context) -> None:
 )
 @click.option("--device", metavar="NAME", help="Device of the backends, such as cuda. Default: cpu.")
 @click.option(
+    "--precision",
+    metavar="CLASS",
+    help="Precision class of the products: highest, tf32, bf16x3 or bf16x1. It is set for backends, declared"
+    " for callables, and its limits judge both. Default: what the environment has set, judged by the limits"
+    " of highest.",
+)
+@click.option(
     "--dtype", multiple=True, metavar="NAME", help="Only float64, float32, float16 or bfloat16. Repeatable."
 )
 @click.option("--family", multiple=True, metavar="NAME", help="Only cases of this family. Repeatable.")
@@ -178,16 +186,24 @@ def iha(context: click.Context) -> None:
     " three such cases in a row the target is not run any more and fails the rest.",
 )
 @click.option("--json", "json_name", metavar="FILE", help="Write the report as JSON, whole or not at all.")
+@click.option(
+    "--junit",
+    "junit_name",
+    metavar="FILE",
+    help="Write the report as JUnit XML, as CI servers read it, whole or not at all.",
+)
 def run(
     backends: tuple[str, ...],
     callables: tuple[str, ...],
     device: str | None,
+    precision: str | None,
     dtype: tuple[str, ...],
     family: tuple[str, ...],
     case_ids: tuple[str, ...],
     quick: bool,
     timeout: float,
     json_name: str | None,
+    junit_name: str | None,
 ) -> int:
     """Run the suite and judge every result.
 
@@ -206,9 +222,11 @@ def run(
                 backends=backends,
                 callables=callables,
                 device=device,
+                precision=precision,
                 filters=Filters(dtype=dtype, family=family, case=case_ids, quick=quick),
                 timeout=timeout,
                 json_name=json_name,
+                junit_name=junit_name,
             )
         )
     return PASSED if passed else FAILED

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import sys
 from collections.abc import Sequence
 
-from iha_conformance.corpus import corpus_sha256, load_cases
+from iha_conformance.corpus import check_frozen, corpus_sha256, load_cases
 from iha_conformance.errors import CommandError, unknown
+from iha_conformance.judge import expect
+from iha_conformance.protocol import TargetUnavailable
+from iha_conformance.report.files import check_distinct, open_report
 from iha_conformance.report.json_report import as_json, open_json
+from iha_conformance.report.junit import as_junit
 from iha_conformance.report.terminal import ProgressBar, print_report
-from iha_conformance.runner import TargetReport, run_suite
+from iha_conformance.runner import Suite, TargetReport, run_suite
 from iha_conformance.selection import Filters, select
 from iha_conformance.targets.backends import (
     ARRAY_API,
     BACKENDS,
     canonical_name,
     has_devices,
+    is_known,
     known_targets,
     missing_module,
 )
@@ -27,6 +33,7 @@ from iha_conformance.targets.callables import split_name
 from iha_conformance.targets.messages import Launch
 from iha_conformance.targets.process import ProcessTarget
 from iha_core import SPEC_VERSION
+from iha_core.bounds import HIGHEST, precision_classes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +43,11 @@ class Options:
     backends: tuple[str, ...] = ()
     callables: tuple[str, ...] = ()
     device: str | None = None
+    precision: str | None = None
     filters: Filters = dataclasses.field(default_factory=Filters)
     timeout: float = 60.0
     json_name: str | None = None
+    junit_name: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,36 +64,74 @@ def run_command(options: Options) -> bool:
     Raises:
         CommandError: something asked for does not exist, or nothing was executed.
         TargetUnavailable: a target cannot be launched.
+        CorpusError: a case is not the one that was frozen.
         HarnessError: the kit failed.
     """
     if math.isnan(options.timeout):
         raise CommandError("--timeout: expected a number of seconds, got nan")
+    check_distinct({"--json": options.json_name, "--junit": options.junit_name})
     pairs = select(load_cases(), options.filters)
-    plan = plan_targets(options.backends, options.callables, options.device)
+    check_frozen(case for case, _ in pairs)
+    plan = plan_targets(options.backends, options.callables, options.device, options.precision)
+    suite = Suite(expect=functools.partial(expect, precision=options.precision or HIGHEST))
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open_json(options.json_name))
+        json_file = stack.enter_context(open_json(options.json_name))
+        junit_file = stack.enter_context(open_report(options.junit_name, option="--junit"))
         targets = []
         for launch in plan.launches:  # all at once, so that their imports overlap
             target = ProcessTarget(launch, timeout=options.timeout)
             stack.callback(target.close)
             targets.append(target)
+        absent = list(plan.absent)
+        if not options.backends and options.device is not None:
+            targets = having_device(targets, options.device, absent)
         progress = stack.enter_context(
-            ProgressBar(sys.stderr, [launch.name for launch in plan.launches], len(pairs))
+            ProgressBar(sys.stderr, [target.name for target in targets], len(pairs))
         )
-        reports = run_suite(targets, pairs, on_row=progress.on_row)
+        reports = run_suite(targets, pairs, suite=suite, on_row=progress.on_row)
         fault = nothing_executed(reports, options.callables)
-        if file is not None:  # before anything is printed: a reader that leaves must not cost the report
-            file.write(
-                as_json(reports, options.filters, spec_version=SPEC_VERSION, corpus_sha256=corpus_sha256())
-            )
+        of = {"spec_version": SPEC_VERSION, "corpus_sha256": corpus_sha256()}
+        # Before anything is printed: a reader that leaves must not cost a report.
+        if json_file is not None:
+            json_file.write(as_json(reports, options.filters, **of))
+        if junit_file is not None:
+            launches = [target.launch for target in targets]
+            junit_file.write(as_junit(reports, launches, options.filters, **of))
     print_report(
-        sys.stdout, reports, options.filters, spec_version=SPEC_VERSION, absent=plan.absent, fault=fault
+        sys.stdout,
+        reports,
+        options.filters,
+        spec_version=SPEC_VERSION,
+        precision=options.precision,
+        absent=absent,
+        fault=fault,
     )
     if any(report.summary.failed for report in reports):
         return False
     if fault is not None:
         raise CommandError(fault)
     return True
+
+
+def having_device(targets: Sequence[ProcessTarget], device: str, absent: list[str]) -> list[ProcessTarget]:
+    """The targets, none of which was asked for by name, that have the device; a line for each other one.
+
+    Raises:
+        CommandError: none has.
+    """
+    found = []
+    for target in targets:
+        try:
+            target.info  # noqa: B018 - waits until the target is loaded
+        except TargetUnavailable as error:
+            absent.append(f"SKIPPED {target.name}: {error}")
+        else:
+            found.append(target)
+    if not found:
+        raise CommandError(
+            f"--device: expected a backend that has {device!r}, found none: " + "; ".join(absent)
+        )
+    return found
 
 
 def nothing_executed(reports: Sequence[TargetReport], callables: Sequence[str]) -> str | None:
@@ -98,12 +145,16 @@ def nothing_executed(reports: Sequence[TargetReport], callables: Sequence[str]) 
     return None
 
 
-def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str | None) -> Plan:
+def plan_targets(
+    backends: Sequence[str], callables: Sequence[str], device: str | None, precision: str | None = None
+) -> Plan:
     """Names on the command line as targets to launch.
 
     A backend that is asked for by name must be installed; one that is merely among the known ones
     is left out with a line that says so.
     """
+    if precision is not None and precision not in precision_classes():
+        raise unknown("--precision", precision, precision_classes())
     if device == "":
         raise CommandError("--device: expected the name of a device, such as cpu, got ''")
     if device is not None and callables and not backends:
@@ -120,8 +171,7 @@ def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str 
             )
     for asked in backends:
         name = canonical_name(asked)
-        backend, colon, namespace = name.partition(":")
-        if backend not in BACKENDS or (colon and (backend != ARRAY_API or not namespace)):
+        if not is_known(name):
             raise unknown("--backend", asked, (*BACKENDS, *known_targets()))
         if name == ARRAY_API:
             of_standard = [known for known in known_targets() if known.startswith(ARRAY_API + ":")]
@@ -138,10 +188,12 @@ def plan_targets(backends: Sequence[str], callables: Sequence[str], device: str 
                 f"--backend: expected {asked!r} to be installed, found no module named {module!r}"
             )
         names.append(name)
-    launches = [Launch(kind="backend", name=name, device=device) for name in dict.fromkeys(names)]
+    launches = [
+        Launch(kind="backend", name=name, device=device, precision=precision) for name in dict.fromkeys(names)
+    ]
     for name in dict.fromkeys(callables):
         split_name(name)
-        launches.append(Launch(kind="callable", name=name, directory=_directory()))
+        launches.append(Launch(kind="callable", name=name, precision=precision, directory=_directory()))
     return Plan(tuple(launches), tuple(absent))
 
 

@@ -15,7 +15,17 @@ from typing import Any
 
 from iha_conformance.corpus import Case, build_inputs
 from iha_conformance.judge import expect, judge
-from iha_conformance.protocol import DIFFERS, Inputs, Job, Result, Status, Target, TargetInfo, Verdict
+from iha_conformance.protocol import (
+    DIFFERS,
+    FailureKind,
+    Inputs,
+    Job,
+    Result,
+    Status,
+    Target,
+    TargetInfo,
+    Verdict,
+)
 from iha_conformance.targets.messages import describe
 from iha_core import STAGES
 
@@ -46,6 +56,7 @@ class Row:
     requirements: tuple[str, ...] = ()
     capability: str | None = None
     repeatable: bool | None = None
+    failure: FailureKind | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +218,7 @@ class _Run:
             requirements=tuple(case.requirements),
             capability=case.capability,
             repeatable=result.repeatable,
+            failure=result.failure,
         )
         self._rows[target].append(row)
         self.pace.advance(target)

@@ -197,7 +197,10 @@ def test_bad_input_needs_a_declared_capability():
         (["run", "--timeout", "0"], ["--timeout", "0"]),
         (["run", "--timeout", "nan"], ["--timeout", "nan"]),
         (["run", "--timeout", "soon"], ["--timeout", "'soon'"]),
-        (["run", "--backend", "jaxx"], ["--backend: expected one of torch, array-api", "got 'jaxx'"]),
+        (
+            ["run", "--backend", "jaxx"],
+            ["--backend: expected one of torch, jax, mlx, array-api", "got 'jaxx'"],
+        ),
         (["run", "--backend", "torch:cpu"], ["got 'torch:cpu'"]),
         (["run", "--backend", "array-api:"], ["got 'array-api:'"]),
         (["run", "--backend", "array-api:no_such"], ["'array-api:no_such'", "no module named 'no_such'"]),
@@ -286,7 +289,7 @@ def test_backend_that_is_not_installed(tmp_path):
 
 
 def test_no_backend_at_all_is_an_error(tmp_path):
-    nothing = hide(["torch", "array_api_compat"], tmp_path)
+    nothing = hide(["torch", "jax", "mlx", "array_api_compat"], tmp_path)
     assert_one_line_error(iha("run", *ONE, **nothing), "expected an installed backend or a --target")
     assert_one_line_error(iha("run", "--backend", "array-api", *ONE, **nothing), "array_api_compat")
 
@@ -298,8 +301,13 @@ def test_unrequested_backend_without_the_device_is_a_stated_skip():
     if missing_module("torch"):
         pytest.skip("torch is not installed")
     plan = plan_targets([], [], "cuda")
-    assert [launch.name for launch in plan.launches] == ["torch", "array-api:torch"]
+    assert {"torch", "array-api:torch"} <= {launch.name for launch in plan.launches}
     assert "SKIPPED array-api:numpy: it has no device 'cuda'" in plan.absent
+    run = iha("run", *ONE, "--device", "meta")  # a device of PyTorch alone, where nothing is computed
+    assert "SKIPPED jax: backend 'jax': no device 'meta'" in run.stdout or missing_module("jax")
+    assert run.returncode == 1
+    nowhere = iha("run", *ONE, "--device", "abacus")
+    assert_one_line_error(nowhere, "--device: expected a backend that has 'abacus', found none", "torch")
 
 
 def test_targets_are_planned_once_each():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import math
 import os
@@ -18,7 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from iha_conformance.corpus import Case, apply_layout, build_inputs, cases, corpus_sha256, load_cases
+from iha_conformance import cli
+from iha_conformance.corpus import (
+    Case,
+    CorpusError,
+    apply_layout,
+    build_inputs,
+    cases,
+    corpus_sha256,
+    frozen,
+    load_cases,
+)
 from iha_conformance.corpus.cases import FAMILIES, SIZES
 from iha_conformance.corpus.streams import bits24, cast, integers, uniform
 from iha_conformance.judge import expect, judge
@@ -29,12 +40,6 @@ from iha_core.known_answers import load_known_answers
 from iha_core.spec_files import load_toml, spec_path
 
 Array = npt.NDArray[Any]
-
-CORPUS_SHA256 = "b6e5d69c473245241a8d090f53b22abd4f4e039b98041c3fd8c4504f301d6b6b"
-"""Hash of all ids, configurations and inputs. It changes with any of them, and only then is a new one pinned.
-
-A change to an existing case changes what IHA 1.0 expects, and needs a new spec version; new cases do not.
-"""
 
 CASES = load_cases()
 VALID = [case for case in CASES if case.invalid is None]
@@ -48,7 +53,6 @@ TESTS = Path(__file__).parent
 def test_the_table_is_complete() -> None:
     assert len(CASES) >= 120
     assert {case.family for case in CASES} == set(FAMILIES)
-    assert len(FAMILIES) == 18
     assert len({case.signature for case in CASES}) <= 32
     assert set(load_toml("cases.toml")["signatures"]) == {case.signature for case in CASES}
     assert {dtype for case in CASES for dtype in case.dtypes} == set(DTYPES)
@@ -298,9 +302,109 @@ def test_inputs_fit_their_sizes() -> None:
                 assert np.all((value >= -(2**31)) & (value < 2**31)), (case.id, name)
 
 
-def test_corpus_hash_is_pinned() -> None:
-    remedy = "if cases were added, and none was changed, pin it as CORPUS_SHA256 and run `make readme`"
-    assert corpus_sha256() == CORPUS_SHA256, f"the corpus is now {corpus_sha256()}: {remedy}"
+def test_the_corpus_is_the_frozen_one() -> None:
+    """A change to an existing case changes what IHA 1.0 expects, and needs a new version of it."""
+    expected, now = frozen.load_frozen(), frozen.made()
+    changed = [name for name, digest in expected.cases.items() if now.cases.get(name) != digest]
+    assert not changed, "these cases have changed or are gone, and with them the specification"
+    added = [name for name in now.cases if name not in expected.cases]
+    assert not added, "these cases are new: run `make freeze`, then `make readme`"
+    assert corpus_sha256() == expected.corpus, "the order of cases has changed"
+    assert frozen.FROZEN.read_text(encoding="ascii") == frozen.as_toml(expected)
+
+
+def test_the_hash_of_the_corpus_is_over_the_bytes_of_all_cases() -> None:
+    """The same bytes make the hash of a case and that of a corpus of this case alone."""
+    for case in (CASES[0], CASES[-1]):
+        alone = frozen.hashes([case])
+        assert alone.corpus == alone.cases[case.id] == frozen.made().cases[case.id]
+    pair = frozen.hashes(CASES[:2])
+    assert list(pair.cases) == [case.id for case in CASES[:2]]
+    assert pair.corpus not in pair.cases.values()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": {**CASES[0].config, "causal": "token"}},
+        {"dtypes": ("float32",)},
+        {"layout": "sliced"},
+        {"id": "core/other"},
+        {"arguments": {"query_offset": 1}},
+        {"parameters": {**CASES[0].parameters, "collapse": "per_head"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_every_part_of_a_case_is_in_its_hash(change: dict[str, Any]) -> None:
+    changed = dataclasses.replace(CASES[0], **change)
+    (digest,) = frozen.hashes([changed]).cases.values()
+    assert digest != frozen.made().cases[CASES[0].id]
+
+
+def test_a_case_that_is_not_the_frozen_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = frozen.load_frozen()
+    first, second = (case.id for case in CASES[:2])
+    others = {name: digest for name, digest in expected.cases.items() if name != first}
+    wrong = frozen.Hashes(expected.corpus, {**others, second: "0" * 64})
+    monkeypatch.setattr(frozen, "load_frozen", lambda: wrong)
+    frozen.check_frozen(CASES[2:])
+    with pytest.raises(CorpusError, match=f"case '{first}' is not in frozen.toml"):
+        frozen.check_frozen(CASES[:1])
+    with pytest.raises(CorpusError, match=f"case '{second}': expected .* SHA-256 000000000000, got"):
+        frozen.check_frozen([CASES[2], CASES[1]])
+
+
+def test_inputs_of_this_machine_that_differ_are_a_fault_of_the_kit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of one input is enough, and only where the case is run."""
+    build = frozen.build_inputs
+
+    def differs(case: Case, dtype: str) -> dict[str, Any]:
+        inputs = build(case, dtype)
+        if case.id == "core/paper":
+            inputs["v"][-1, -1, -1, -1] = np.nextafter(inputs["v"][-1, -1, -1, -1], np.inf)
+        return inputs
+
+    monkeypatch.setattr(frozen, "build_inputs", differs)
+    frozen.made.cache_clear()
+    monkeypatch.chdir(TESTS)
+    run = ["run", "--target", "fake_targets:honest", "--dtype", "float32", "--case"]
+    try:
+        assert cli.main([*run, "core/paper"]) == 2
+        out, err = capfd.readouterr()
+        assert cli.main([*run, "core/cube"]) == 0
+    finally:
+        frozen.made.cache_clear()
+    assert out == ""
+    assert err.startswith("iha: error: fault of the kit: case 'core/paper': expected the frozen")
+    assert len(err.splitlines()) == 1
+
+
+def test_freezing_adds_cases_and_refuses_changed_ones(tmp_path: Path) -> None:
+    file = tmp_path / "frozen.toml"
+
+    def freeze(*arguments: str) -> subprocess.CompletedProcess[str]:
+        tool = TESTS.parent / "tools" / "freeze_corpus.py"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, str(tool), str(file), *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    expected = frozen.as_toml(frozen.made())
+    first = CASES[0].id
+    line = f'"{first}" = "{frozen.made().cases[first]}"\n'
+    file.write_text(expected.replace(line, ""), encoding="ascii")
+    done = freeze()
+    assert (done.returncode, file.read_text()) == (0, expected), done.stderr
+    assert done.stdout.startswith("frozen.toml: 1 added, 0 changed; corpus ")
+
+    spoilt = expected.replace(line, f'"{first}" = "{"0" * 64}"\n')
+    file.write_text(spoilt, encoding="ascii")
+    done = freeze()
+    assert (done.returncode, file.read_text()) == (1, spoilt)
+    assert f"found changed or missing: {first};" in done.stderr
+    assert freeze("--change-cases").returncode == 0
+    assert file.read_text() == expected
 
 
 def test_the_corpus_is_the_same_in_the_c_locale() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from processes import wait_for_text, wait_until_gone
 
 from iha_conformance.protocol import Job, TargetUnavailable
 from iha_conformance.targets.backends import (
+    NAMESPACES,
     canonical_name,
+    is_known,
     known_targets,
     missing_module,
 )
@@ -379,7 +382,12 @@ def test_workers_end_with_their_parent(tmp_path):
 
 
 def test_known_names():
-    assert known_targets() == ("torch", "array-api:numpy", "array-api:array_api_strict", "array-api:torch")
+    assert known_targets() == ("torch", "jax", "mlx", *(f"array-api:{name}" for name in NAMESPACES))
+    assert NAMESPACES == ("numpy", "array_api_strict", "torch")
+    for name in ("jax:splash", "array-api", "array-api:anything"):
+        assert is_known(name)
+    for name in ("jaxx", "jax:", "jax:splashy", "torch:splash", "array-api:"):
+        assert not is_known(name)
     assert canonical_name("array-api:array-api-strict") == "array-api:array_api_strict"
     assert canonical_name("array-api") == "array-api"
 
@@ -571,3 +579,83 @@ def test_reasons_are_one_readable_line():
     assert describe(KeyError()) == "KeyError"
     assert describe(UnprintableError()) == "UnprintableError: (its message cannot be printed)"
     assert len(one_line("x" * 10_000)) == 500
+
+
+# JAX
+
+
+@pytest.fixture
+def jax_bridge():
+    jax = pytest.importorskip("jax")
+    from iha_conformance.targets.jax_bridge import JaxBridge
+
+    return JaxBridge(jax)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int32", "bool"])
+def test_arrays_pass_through_jax(jax_bridge, dtype):
+    array = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    for x in (array, array[:, ::2], array[:0]):
+        native = jax_bridge.to_native(x)
+        assert str(native.dtype) == dtype
+        back = jax_bridge.to_numpy(native)
+        assert (back.dtype, back.shape) == (x.dtype, x.shape)
+        assert np.array_equal(back, x)
+
+
+def test_integers_that_jax_would_cut_are_refused(jax_bridge):
+    assert str(jax_bridge.to_native(np.array([2**31 - 1, -(2**31)])).dtype) == "int32"
+    with pytest.raises(RefusedError, match=r"^jax has no int64 unless it is enabled$"):
+        jax_bridge.to_native(np.array([2**31]))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("normalisation", ["softmax", "none"])
+def test_the_output_alone_is_compiled_from_the_code_of_attention(jax_bridge, dtype, normalisation):
+    """Where one function serves both runs, it is the function that users call."""
+    import jax
+
+    import iha_jax
+
+    name = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    arrays = {key: jax_bridge.to_native(np.ones(shape, dtype=name)) for key, shape in SHAPES.items()}
+    config = AttentionConfig(normalisation=normalisation)
+    adapter = make_adapter(iha_jax.attention, iha_jax.attention_stages)
+
+    def output(arrays):
+        return adapter._output_and_kernel(**arrays, config=config)[0]["output"]
+
+    def attention(arrays):
+        return iha_jax.attention(**arrays, config=config)
+
+    with jax.enable_x64(dtype == "float64"):
+        texts = [jax.jit(f).lower(arrays).compile().as_text() for f in (output, attention)]
+    shared = [re.sub(r'metadata=\{.*?\}|jit_\w+|"[^"]*"', "", text).partition("%")[2] for text in texts]
+    assert shared[0] == shared[1]
+
+
+def test_a_variant_refuses_what_it_does_not_take():
+    pytest.importorskip("jax")
+    from iha_conformance.targets.backends import load
+    from iha_conformance.targets.worker import run_job
+
+    result = run_job(load("jax:splash"), make_job())
+    assert result.kind == "refused"
+    assert "splash attention: expected N*P and M*P to be multiples of 128" in result.reason
+
+
+def test_compilations_are_kept_where_the_user_wants_them(tmp_path):
+    """In the folder that JAX has been given, or that of the user's caches."""
+    pytest.importorskip("jax")
+    script = "from iha_conformance.targets.backends import load; load('jax'); import jax; "
+    script += "print(jax.config.jax_compilation_cache_dir)"
+    for variable, folder in (("JAX_COMPILATION_CACHE_DIR", ""), ("XDG_CACHE_HOME", "/iha/jax")):
+        environment = {
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            variable: str(tmp_path),
+            "HOME": str(tmp_path),
+        }
+        shown = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True
+        )
+        assert shown.stdout.strip() == f"{tmp_path}{folder}", shown.stderr

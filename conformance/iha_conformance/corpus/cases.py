@@ -33,6 +33,7 @@ FAMILIES = (
     "spread",
     "gain",
     "accumulation",
+    "tiles",
     "invalid",
 )
 """Families in the order of reports."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from iha_conformance.corpus.cases import Case, load_cases
+from iha_conformance.corpus.cases import Case
 from iha_conformance.corpus.recipes import RECIPES
 from iha_conformance.corpus.streams import cast
 
@@ -81,30 +78,3 @@ def _replacement(written: Any) -> Any:
     if "value" in written:
         return written["value"]
     return cast(np.zeros(written["shape"]), written["dtype"])
-
-
-@cache
-def corpus_sha256() -> str:
-    """SHA-256 over ids, configurations and inputs of all cases, as a hexadecimal string.
-
-    Equal on every platform: inputs are made from integers, and are hashed in float64 before any
-    rounding to a case's dtype.
-    """
-    digest = hashlib.sha256()
-    for case in load_cases():
-        head = {
-            "id": case.id,
-            "config": dict(case.config),
-            "dtypes": case.dtypes,
-            "layout": case.layout,
-            "sizes": dict(case.sizes),
-        }
-        digest.update(json.dumps(head, sort_keys=True).encode())
-        for name, value in sorted(build_inputs(case, "float64").items()):
-            if isinstance(value, np.ndarray):
-                little = value.astype(value.dtype.newbyteorder("<"))
-                digest.update(f"{name} {value.dtype.name} {value.shape}".encode())
-                digest.update(np.ascontiguousarray(little).tobytes())
-            else:
-                digest.update(f"{name} {value!r}".encode())
-    return digest.hexdigest()

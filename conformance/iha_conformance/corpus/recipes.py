@@ -77,7 +77,7 @@ def edge(case_id: str, z: Sizes, *, pick: int = 0) -> Tensors:
     for name in ("alpha_k", "alpha_v"):
         tensors[name][0] = 1.0
         tensors[name][1] = p
-    # 4 * (a permutation of the tokens) + p' + 1: unlike for any two keys, and at most 55.
+    # 4 * (a permutation of 13 tokens) + p' + 1: unlike for keys less than 13 tokens apart, at most 55.
     lane = np.arange(z["e"])
     code = (m[None, :, None] * (lane + 2) + 3 * b[:, None, None] + 1) % 13
     tensors["v"][:, :, 0, :] = 4.0 * code + 1.0

@@ -6,13 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from iha_conformance.errors import CommandError
+from iha_conformance.report.files import ReportFile, open_report
 from iha_conformance.runner import Row, TargetReport
 from iha_conformance.selection import Filters
 
@@ -55,25 +52,14 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 class JsonFile:
-    """A file that is written at the end, whole or not at all, but found unwritable at the start.
+    """A file for one JSON document. Use `open_json`."""
 
-    Use `open_json`. Devices and pipes are written to directly, since they cannot be replaced.
-    """
-
-    def __init__(self, path: Path, temporary: Path | None) -> None:
-        self._path = path
-        self._temporary = temporary
+    def __init__(self, file: ReportFile) -> None:
+        self._file = file
 
     def write(self, document: object) -> None:
         """Write a document; NaN and infinities in it are an error."""
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-        destination = self._temporary or self._path
-        try:
-            destination.write_text(text, encoding="ascii")
-            if self._temporary is not None:
-                os.replace(self._temporary, self._path)
-        except OSError as error:
-            raise CommandError(f"--json: cannot write {str(self._path)!r}: {error.strerror}") from error
+        self._file.write(json.dumps(document, indent=1, allow_nan=False).encode("ascii") + b"\n")
 
 
 @contextlib.contextmanager
@@ -83,42 +69,5 @@ def open_json(name: str | None) -> Iterator[JsonFile | None]:
     Raises:
         CommandError: the path cannot be written to.
     """
-    if name is None:
-        yield None
-        return
-    path = Path(name)
-    try:
-        if not path.exists() or path.is_file():
-            path = Path(os.path.realpath(name))  # the file changes, a link to it stays a link
-        temporary = _temporary(path)
-    except OSError as error:
-        raise CommandError(f"--json: cannot write {name!r}: {error.strerror}") from error
-    try:
-        yield JsonFile(path, temporary)
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-
-
-def _temporary(path: Path) -> Path | None:
-    """A new file beside the path, to take its place; None for a device or pipe."""
-    if path.is_dir():
-        raise IsADirectoryError(21, "Is a directory")
-    if path.is_fifo():  # opening one and closing it again would send its reader away
-        return None
-    if path.exists() and not path.is_file():
-        with path.open("ab"):
-            return None
-    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask()
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(13, "Permission denied")
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    os.chmod(name, mode)
-    return Path(name)
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    with open_report(name, option="--json") as file:
+        yield None if file is None else JsonFile(file)

@@ -19,6 +19,7 @@ from iha_conformance.protocol import DIFFERS, DTYPES
 from iha_conformance.report.output import PLAIN_WIDTH, console
 from iha_conformance.runner import Row, Summary, TargetReport
 from iha_conformance.selection import Filters
+from iha_core.bounds import HIGHEST
 
 OFFER_STAGES = (
     "every stage before the output is right, or none was offered; a dict of the stages of SPEC.md chapter 4"
@@ -85,6 +86,7 @@ def print_report(
     filters: Filters,
     *,
     spec_version: str,
+    precision: str | None = None,
     absent: Iterable[str] = (),
     fault: str | None = None,
 ) -> None:
@@ -95,13 +97,14 @@ def print_report(
         reports: one for each target.
         filters: what the run was limited to.
         spec_version: version of the specification.
+        precision: precision class whose limits judged, if one was asked for.
         absent: one line for each backend that was not run because it is not installed.
         fault: why the run as a whole does not count, if so.
     """
     out = console(stream)
     out.print(_table(reports, out.width if out.is_terminal else PLAIN_WIDTH))
     lines = [
-        *_legend(reports),
+        *_legend(reports, precision),
         *_failures(reports),
         *_unrepeatable(reports),
         *_left_out(reports),
@@ -184,7 +187,7 @@ def _fold(kernels: Text, width: int) -> Text:
     return Text("\n".join(line.rstrip() for line in lines))
 
 
-def _legend(reports: Sequence[TargetReport]) -> list[str]:
+def _legend(reports: Sequence[TargetReport], precision: str | None) -> list[str]:
     """What the table's words mean."""
     lines = [
         "worst ratio: largest error / its limit; 1 is the limit, a conforming result stays at or below 0.5",
@@ -198,6 +201,8 @@ def _legend(reports: Sequence[TargetReport]) -> list[str]:
     if cases:
         needs = ", ".join(f"{name!r} ({_cases(len(ids))})" for name, ids in cases.items())
         lines[-1] += f"; n/a: needs a capability it does not declare, {needs}"
+    if precision not in (None, HIGHEST):
+        lines.append(f"limits: those of precision class {precision}, no narrower than those of {HIGHEST}")
     return lines
 
 

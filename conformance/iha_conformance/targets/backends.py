@@ -9,14 +9,14 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from iha_conformance.protocol import Inputs, TargetInfo, TargetUnavailable
 from iha_conformance.targets.bridges import BRIDGES, Bridge, NamespaceBridge
-from iha_conformance.targets.messages import Arrays, WrongReturnError, describe
+from iha_conformance.targets.messages import Arrays, Function, WrongReturnError, describe
 
 ARRAY_API = "array-api"
 NAMESPACES = ("numpy", "array_api_strict", "torch")
@@ -25,14 +25,21 @@ NAMESPACES = ("numpy", "array_api_strict", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """A backend's package, and the modules that must be there for it, framework first."""
+    """A backend's package, and the modules that must be there for it, framework first.
+
+    `variants` are further targets, named backend:variant: implementations that run only when asked for,
+    since they do not take every case.
+    """
 
     package: str
     needs: tuple[str, ...]
+    variants: tuple[str, ...] = ()
 
 
 BACKENDS: Mapping[str, Backend] = {
     "torch": Backend("iha_torch", ("torch",)),
+    "jax": Backend("iha_jax", ("jax",), variants=("splash",)),
+    "mlx": Backend("iha_mlx", ("mlx.core",)),
     ARRAY_API: Backend("iha_array_api", ("array_api_compat",)),
 }
 
@@ -41,9 +48,17 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 def known_targets() -> tuple[str, ...]:
-    """Names of all built-in targets, installed or not."""
+    """Names of the built-in targets that run unless others are asked for, installed or not."""
     single = [name for name in BACKENDS if name != ARRAY_API]
     return (*single, *(f"{ARRAY_API}:{namespace}" for namespace in NAMESPACES))
+
+
+def is_known(name: str) -> bool:
+    """Whether that is the canonical name of a built-in target, or array-api for all of its namespaces."""
+    backend, colon, rest = name.partition(":")
+    if backend not in BACKENDS or (colon and not rest):
+        return False
+    return not colon or backend == ARRAY_API or rest in BACKENDS[backend].variants
 
 
 def canonical_name(name: str) -> str:
@@ -54,9 +69,9 @@ def canonical_name(name: str) -> str:
 
 def missing_module(name: str) -> str | None:
     """The module that a built-in target lacks, or None if all are there; imports none of them."""
-    backend, _, namespace = name.partition(":")
+    backend, _, rest = name.partition(":")
     entry = BACKENDS[backend]
-    modules: list[str] = [namespace] if namespace else []
+    modules: list[str] = [rest] if backend == ARRAY_API and rest else []
     for module in [*modules, *entry.needs, entry.package]:
         try:
             found = importlib.util.find_spec(module.partition(".")[0])
@@ -69,7 +84,8 @@ def missing_module(name: str) -> str | None:
 
 def has_devices(name: str) -> bool:
     """Whether a built-in target can be asked to run elsewhere than on the CPU."""
-    return name.partition(":")[2] in ("", "torch")
+    backend, _, rest = name.partition(":")
+    return backend != ARRAY_API or rest == "torch"
 
 
 # Adapters, in the worker process
@@ -89,24 +105,37 @@ class BackendAdapter:
         self._make_config = AttentionConfig.from_dict
 
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, str | None]:
-        stages, kernel = self._call(self._package.attention_stages, inputs, config)
+        if self._bridge.compiles_once(inputs):
+            stages, kernel = self._call(self._output_and_kernel, inputs, config)
+        else:
+            package = self._package
+            stages, kernel = self._call(package.attention_stages, inputs, config, then=package.attention)
         arrays = {stage: self._bridge.to_numpy(value) for stage, value in stages.items()}
         _check_output_dtype(arrays, inputs)
         return arrays, kernel
 
     def plain(self, inputs: Inputs, config: dict[str, Any]) -> Arrays:
-        output = self._call(self._package.attention, inputs, config)
+        if self._bridge.compiles_once(inputs):
+            output = self._call(self._output_and_kernel, inputs, config)[0]["output"]
+        else:
+            output = self._call(self._package.attention, inputs, config)
         arrays = {"output": self._bridge.to_numpy(output)}
         _check_output_dtype(arrays, inputs)
         return arrays
 
-    def _call(self, function: Callable[..., Any], inputs: Inputs, config: dict[str, Any]) -> Any:
+    def _output_and_kernel(self, **arguments: Any) -> tuple[dict[str, Any], str]:
+        stages, kernel = self._package.attention_stages(**arguments)
+        return {"output": stages["output"]}, kernel
+
+    def _call(
+        self, function: Function, inputs: Inputs, config: dict[str, Any], then: Function | None = None
+    ) -> Any:
         # A case of bad input may hold something else than arrays; it is for the backend to say so.
         arguments = {
             name: self._bridge.to_native(value) if isinstance(value, np.ndarray) else value
             for name, value in inputs.items()
         }
-        return self._bridge.call(function, arguments, self._make_config(config))
+        return self._bridge.call(function, arguments, self._make_config(config), then)
 
 
 def _check_output_dtype(arrays: Arrays, inputs: Inputs) -> None:
@@ -125,12 +154,13 @@ def load(name: str, device: str | None = None, precision: str | None = None) -> 
     Raises:
         TargetUnavailable: one of them is missing or broken, or there is no such device.
     """
-    backend, _, namespace = name.partition(":")
+    backend, _, rest = name.partition(":")
     package = _import(name, BACKENDS[backend].package)
-    framework = _import(name, namespace or BACKENDS[backend].needs[0])
+    framework = _import(name, rest if backend == ARRAY_API else BACKENDS[backend].needs[0])
     module = framework.__name__.partition(".")[0]
+    options = {"implementation": rest} if rest in BACKENDS[backend].variants else {}
     try:
-        bridge = BRIDGES.get(framework.__name__, NamespaceBridge)(framework, device, precision)
+        bridge = BRIDGES.get(framework.__name__, NamespaceBridge)(framework, device, precision, **options)
     except TargetUnavailable as error:
         raise TargetUnavailable(f"backend {name!r}: {error}") from error
     info = TargetInfo(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-from iha_conformance.protocol import UNDECLARED, TargetUnavailable
-from iha_conformance.targets.messages import RefusedError, describe
+from iha_conformance.protocol import UNDECLARED, Inputs, TargetUnavailable
+from iha_conformance.targets.jax_bridge import JaxBridge
+from iha_conformance.targets.messages import Function, RefusedError, describe
 
 UNROUNDED = ("numpy", "array_api_strict")
 """Namespaces that multiply unrounded operands on the CPU, whatever the environment says ([NUM-8])."""
@@ -35,8 +37,20 @@ class Bridge(Protocol):
         """A copy of the values."""
         ...
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], config: Any) -> Any:
-        """Call a backend's function as users of the framework do; `arguments` are native."""
+    def compiles_once(self, inputs: Inputs) -> bool:
+        """Whether compilation takes so long that there is one function for both runs of such a case.
+
+        It gives the output and no other stage; its code is that of `attention`.
+        """
+        ...
+
+    def call(
+        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
+    ) -> Any:
+        """Call a backend's function as users of the framework do; `arguments` are native.
+
+        `then` is what will be called next with such arguments: there may be something to prepare.
+        """
         ...
 
 
@@ -70,15 +84,20 @@ class NamespaceBridge:
         array: np.ndarray[Any, Any] = np.from_dlpack(native)
         return array.copy()
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], config: Any) -> Any:
+    def compiles_once(self, inputs: Inputs) -> bool:
+        return False
+
+    def call(
+        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
+    ) -> Any:
         return function(**arguments, config=config)
 
 
 class TorchBridge:
     """PyTorch, on any of its devices."""
 
-    WORDS: Mapping[str, str] = {"highest": "highest", "tf32": "high", "bf16x3": "high", "bf16x1": "medium"}
-    """PyTorch's own word for the products of a precision class, or for better ones."""
+    WORDS: Mapping[str, str] = {"highest": "highest", "tf32": "high", "bf16x3": "highest", "bf16x1": "medium"}
+    """PyTorch's own word for the products of a precision class, or for better ones: `high` may mean tf32."""
 
     def __init__(self, torch: Any, device: str | None = None, precision: str | None = None) -> None:
         self._torch = torch
@@ -124,11 +143,81 @@ class TorchBridge:
             return np.array(native.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16))
         return np.array(native.numpy())
 
-    def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], config: Any) -> Any:
+    def compiles_once(self, inputs: Inputs) -> bool:
+        return False
+
+    def call(
+        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
+    ) -> Any:
         return function(**arguments, config=config)
 
 
-BRIDGES: Mapping[str, Callable[[Any, str | None, str | None], Bridge]] = {
+class MlxBridge:
+    """MLX, on the CPU or the GPU, which becomes the default device of the process."""
+
+    TF32 = "MLX_ENABLE_TF32"
+    """Environment variable by which GPUs round the operands of float32 products; MLX's default is 1."""
+
+    def __init__(self, mlx: Any, device: str | None = None, precision: str | None = None) -> None:
+        self._mlx = mlx
+        self.device = device or "cpu"
+        if precision is not None:  # before the first computation, when MLX reads it
+            os.environ[self.TF32] = "0" if precision == "highest" else "1"
+        try:
+            mlx.set_default_device({"cpu": mlx.cpu, "gpu": mlx.gpu}[self.device])
+            mlx.eval(mlx.zeros(1) + 1)
+        except Exception as error:
+            raise TargetUnavailable(f"no device {device!r}: {describe(error)}") from error
+        rounds = self.device == "gpu" and os.environ.get(self.TF32) != "0"
+        self.precision = precision or ("tf32" if rounds else "highest")
+
+    def to_native(self, array: np.ndarray[Any, Any]) -> Any:
+        """The array with its strides: the memory that the view spans is copied, and viewed again.
+
+        Reversed views arrive as contiguous copies, as in torch.
+        """
+        if array.dtype.name == "float64" and self.device == "gpu":
+            raise RefusedError("device gpu has no float64")
+        if array.dtype.name != "bool" and not hasattr(self._mlx, array.dtype.name):
+            raise RefusedError(f"mlx has no {array.dtype.name}")
+        if array.size == 0 or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+            array = np.ascontiguousarray(array)
+        if array.size == 0:
+            return self._flat(array.reshape(-1)).reshape(array.shape)
+        steps = tuple(stride // array.itemsize for stride in array.strides)
+        span = 1 + sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
+        memory = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
+        return self._mlx.as_strided(self._flat(memory), array.shape, steps)
+
+    def _flat(self, memory: np.ndarray[Any, Any]) -> Any:
+        if memory.dtype.name == "bfloat16":
+            return self._mlx.array(memory.view(np.uint16)).view(self._mlx.bfloat16)
+        if memory.dtype.name == "float64":  # which MLX would narrow
+            return self._mlx.array(memory, dtype=self._mlx.float64)
+        return self._mlx.array(memory)
+
+    def to_numpy(self, native: Any) -> np.ndarray[Any, Any]:
+        if native.dtype == self._mlx.bfloat16:
+            import ml_dtypes
+
+            return np.array(native.view(self._mlx.uint16)).view(ml_dtypes.bfloat16)
+        return np.array(native)
+
+    def compiles_once(self, inputs: Inputs) -> bool:
+        return False
+
+    def call(
+        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
+    ) -> Any:
+        return function(**arguments, config=config)
+
+
+BRIDGES: Mapping[str, Callable[..., Bridge]] = {
     "torch": TorchBridge,
+    "jax": JaxBridge,
+    "mlx.core": MlxBridge,
 }
-"""Bridge of a framework, by the name of its module; any other module is an Array API namespace."""
+"""Bridge of a framework, by the name of its module; any other module is an Array API namespace.
+
+Each is made from that module, the device and the precision class asked for (None: the default ones).
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from iha_conformance.protocol import Inputs, TargetInfo
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+Function = Callable[..., Any]
 
 MAX_REASON = 500
 """Characters of a reason; some frameworks put whole traces into their messages."""

@@ -126,7 +126,7 @@ class ProcessTarget:
 
     def __init__(self, launch: Launch, *, timeout: float) -> None:
         self.name = launch.name
-        self._launch = launch
+        self.launch = launch
         self._timeout = timeout
         self._about: Ready | None = None
         self._hangs = 0  # in a row
@@ -199,7 +199,7 @@ class ProcessTarget:
                 raise TargetUnavailable("closed")
             if self._worker is None:
                 self._worker = Worker()
-                self._worker.post(self._launch)
+                self._worker.post(self.launch)
             return self._worker
 
     def _drop(self, worker: Worker) -> None:
