@@ -33,7 +33,7 @@ readme: $(STAMP)  ## run the suite and write the support table of README.md
 	$(BIN)/python conformance/tools/readme_table.py $(VENV)/report.json README.md
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/'

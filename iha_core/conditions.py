@@ -5,6 +5,7 @@ The reference does not use this; it states the conditions for itself.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -26,6 +27,20 @@ def resolve_offset(query_offset: Any, dims: Dims) -> Any:
         return query_offset
     is_array = hasattr(query_offset, "shape") and not isinstance(query_offset, np.generic)
     return query_offset if is_array else operator.index(query_offset)
+
+
+def scale_factors(scale: float, storage: str) -> tuple[float, float]:
+    """Two factors of the scale that the accumulator holds, the second a power of two ([CFG-1], [SOFT-1]).
+
+    Logits are multiplied by one after the other; the second is 1 where the accumulator of that storage
+    dtype, float32 or float64, holds the scale itself. Beyond 2^250 either way no product of float32 but 0
+    has a logit that is neither 0 nor infinite, so such scales count as 2^250 or 2^-250.
+    """
+    if storage == "float64" or 2.0**-126 <= scale < 2.0**128:
+        return scale, 1.0
+    scale = min(max(scale, 2.0**-250), 2.0**250)
+    power = 2.0 ** round(math.log2(scale) / 2)
+    return scale / power, power
 
 
 def binding_conditions(config: AttentionConfig, dims: Dims, offset: Any) -> tuple[Causal, int | None]:

@@ -101,7 +101,11 @@ class AttentionConfig:
         for lane in range(0, head_width, 2):
             coarse = round(2**24 * lane / head_width) / 2**24
             rest = (lane - coarse * head_width) / head_width
-            frequencies.append(self.rope_theta**-coarse * self.rope_theta**-rest)
+            try:
+                frequencies.append(self.rope_theta**-coarse * self.rope_theta**-rest)
+            except OverflowError:
+                expected = f"frequencies within float64 for a head width d={head_width}"
+                raise ConfigError("rope_theta", "", expected=expected, found=repr(self.rope_theta)) from None
         return tuple(frequencies)
 
 

@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 from iha_array_api.mixing import compute_dtype
+from iha_core.conditions import scale_factors
 from iha_core.config import AttentionConfig
+from iha_core.validation import dtype_name
 
 Array = Any
 
@@ -23,7 +25,8 @@ def composed(
     compute = getattr(xp, compute_dtype(q))
     queries, keys, values = (xp.astype(x, compute) for x in (q, k, v))
     per_head = xp.permute_dims(queries, (0, 2, 1, 3))  # (B, H, T, d)
-    logits = scale * xp.matmul(per_head, xp.permute_dims(keys, (0, 2, 3, 1)))  # (B, H, T, S)
+    factor, power = scale_factors(scale, dtype_name(q))
+    logits = power * (factor * xp.matmul(per_head, xp.permute_dims(keys, (0, 2, 3, 1))))  # (B, H, T, S)
     softmax = config.normalisation == "softmax"
     if mask is not None:
         logits = xp.where(mask[:, None, :, :], logits, -math.inf if softmax else 0.0)  # [LOG-3], [LIN-1]

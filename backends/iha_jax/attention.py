@@ -122,8 +122,8 @@ def attention_stages(
     """The stages that `attention` forms, and the kernel that it uses.
 
     Takes the arguments of `attention`. Returns the stages by the names of [STG-1], `output` bit for
-    bit that of `attention`, and "scaled_dot_product_attention" or "composed". Only the composed
-    kernel forms `logits`.
+    bit that of `attention`, and "dot_product_attention", "splash_attention" or "composed". Only the
+    composed kernel forms `logits` and `lse`.
     """
     stages: dict[str, Array] = {}
     _, kernel = _forward(
@@ -210,7 +210,8 @@ def _forward(
     keep("rotated_q", q)
     keep("rotated_k", k)
 
-    kernel = choose_kernel(config, q, implementation)
+    scale = config.resolve_scale(dims.d)
+    kernel = choose_kernel(config, q, scale, implementation)
     mask, is_causal = visibility(
         dims,
         config,
@@ -222,7 +223,6 @@ def _forward(
         kv_segment_ids,
         may_flag_causal=kernel != "composed",
     )
-    scale = config.resolve_scale(dims.d)
     if kernel == "dot_product_attention":
         virtual_out = dot_product_attention(
             q, k, v, mask, is_causal=is_causal, scale=scale, precision=precision

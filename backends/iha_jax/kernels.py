@@ -10,16 +10,22 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.lax import PrecisionLike
 
+from iha_core.conditions import scale_factors
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentValueError
+from iha_jax.mixing import compute_dtype
 
 Kernel = Literal["dot_product_attention", "splash_attention", "composed"]
 
 
-def choose_kernel(config: AttentionConfig, q: Array, implementation: str | None) -> Kernel:
+def choose_kernel(config: AttentionConfig, q: Array, scale: float, implementation: str | None) -> Kernel:
     """What computes this configuration exactly; `implementation` is the caller's wish.
 
-    JAX's function does for every softmax but that of float64, which it takes in float32.
+    JAX's function does for every softmax but that of float64, which it computes in float32, and for
+    every scale that float32 holds.
+
+    Raises:
+        ArgumentValueError: an implementation that is not known.
     """
     if implementation not in (None, "splash"):
         raise ArgumentValueError(
@@ -27,7 +33,11 @@ def choose_kernel(config: AttentionConfig, q: Array, implementation: str | None)
         )
     if implementation == "splash":
         return "splash_attention"
-    native = config.normalisation == "softmax" and q.dtype != jnp.float64
+    native = (
+        config.normalisation == "softmax"
+        and q.dtype != jnp.float64
+        and scale_factors(scale, q.dtype.name)[1] == 1
+    )
     return "dot_product_attention" if native else "composed"
 
 
@@ -52,7 +62,7 @@ def dot_product_attention(
         # One width for all: zeros add nothing to a logit, and the columns that they make are cut off.
         q, k, v = (_widen(x, max(d, e)) for x in (q, k, v))  # (B, T or S, H, max(d, e))
         heads = None if mask is None else mask[:, None]  # (B or 1, 1, T or 1, S)
-        with jax.default_matmul_precision(precision):
+        with jax.default_matmul_precision(precision), jax.numpy_dtype_promotion("standard"):
             out = jax.nn.dot_product_attention(q, k, v, mask=heads, scale=scale, is_causal=is_causal)
         return out[..., :e]
 
@@ -96,9 +106,13 @@ def composed(
     q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
     -> (B, T, H, e) in q's dtype; and, unrounded, the logits (B, H, T, S) and, under softmax, lse (B, H, T).
     """
-    compute = jnp.promote_types(q.dtype, jnp.float32)
+    compute = compute_dtype(q)
     queries, keys, values = (x.astype(compute) for x in (q, k, v))
-    logits = scale * jnp.einsum("bthd,bshd->bhts", queries, keys, precision=precision)
+    factor, power = scale_factors(scale, q.dtype.name)
+    if power == 1:
+        logits = factor * jnp.einsum("bthd,bshd->bhts", queries, keys, precision=precision)
+    else:  # one factor to each side: XLA would multiply both first, if they met
+        logits = jnp.einsum("bthd,bshd->bhts", factor * queries, power * keys, precision=precision)
     softmax = config.normalisation == "softmax"
     if mask is not None:
         logits = jnp.where(mask[:, None], logits, -math.inf if softmax else 0.0)  # [LOG-3], [LIN-1]

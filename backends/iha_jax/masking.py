@@ -24,7 +24,7 @@ def token_indices(dims: Dims, offset: int | Array) -> tuple[Array, Array]:
 
 def virtual(index: Array, P: int) -> Array:
     """Virtual index n*P + p of every pseudo-token ([MIX-4]): int32 (B, tokens) -> (B, tokens*P)."""
-    spread = index[..., None] * P + jnp.arange(P, dtype=jnp.int32)  # (B, tokens, P)
+    spread = index[..., None] * P + jnp.arange(P, dtype=jnp.int32)[None, None]  # (B, tokens, P)
     return spread.reshape(index.shape[0], -1)
 
 
@@ -34,15 +34,16 @@ def repeat_virtual(per_token: Array, P: int) -> Array:
 
 
 def nearby(index: Array, M: int, window: int | None) -> tuple[Array, int | None]:
-    """Query indices and a window for which every query sees the same keys, all of them about as small as M.
+    """Query indices and a window that hide the same keys, at most 2M + 3 in size: P times them fits int32.
 
-    Virtual indices pass 2^31 ([IDX-2]), their differences too. But a query that is far from all keys
-    may as well be less far, and of a window that is wider than the keys are many, only the part beyond
-    them matters, to queries beyond them. index (B or 1, N), int32.
+    Virtual indices pass 2^31 ([IDX-2]), their differences too. But a query that is farther from all keys
+    than the window is wide may as well be less far. And a window that is wider than M + 2 hides no key from
+    queries in [-1, M], whatever its width is; so it loses what goes beyond M + 2, and the queries outside of
+    that range come as much nearer. index (B or 1, N), int32.
     """
     width = 0 if window is None else min(window, M + 2)
     surplus = 0 if window is None else window - width
-    if surplus:
+    if surplus:  # where a bound is beyond int32, so is every index that would pass it
         after = _clip(index, M + surplus, None) - surplus if M + surplus <= MAX_INT32 else jnp.int32(M)
         before = _clip(index, None, -1 - surplus) + surplus if surplus <= MAX_INT32 else jnp.int32(-1)
         index = jnp.where(index > M, after, jnp.where(index < -1, before, index))
@@ -50,6 +51,7 @@ def nearby(index: Array, M: int, window: int | None) -> tuple[Array, int | None]
 
 
 def _clip(index: Array, low: int | None, high: int | None) -> Array:
+    """Clip to bounds that int32 holds, without widening the index; None for no bound."""
     return jnp.clip(index, None if low is None else jnp.int32(low), None if high is None else jnp.int32(high))
 
 

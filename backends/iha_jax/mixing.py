@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
@@ -30,8 +32,13 @@ def collapse_heads(virtual_out: Array, collapse: Array, precision: PrecisionLike
     return _einsum(subscripts, pseudo, collapse, precision)
 
 
+def compute_dtype(x: Array) -> Any:
+    """What sums are formed in ([NUM-1]); asked without promotion, which users may have forbidden."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
 def _einsum(subscripts: str, x: Array, parameter: Array, precision: PrecisionLike) -> Array:
     """A product with a mixing tensor, with sums in float32 or float64, rounded once ([TYP-2], [NUM-1])."""
-    compute = jnp.promote_types(x.dtype, jnp.float32)
+    compute = compute_dtype(x)
     product = jnp.einsum(subscripts, x.astype(compute), parameter.astype(compute), precision=precision)
     return product.astype(x.dtype)

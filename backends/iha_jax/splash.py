@@ -22,15 +22,21 @@ from iha_core.validation import Dims
 from iha_jax.masking import repeat_virtual
 
 TILE = 128
-"""The number of virtual queries, and of keys, is a multiple of it."""
+"""The number of virtual queries, and of virtual keys, must be a multiple of it."""
 
 BLOCKS = (512, 256, TILE)
 """Virtual queries or keys that are handled at once: the first of these that divides them all."""
 
 
 BLOCK_SIZES = (
-    *("block_q", "block_kv", "block_kv_compute"),
-    *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
+    "block_q",
+    "block_kv",
+    "block_kv_compute",
+    "block_q_dkv",
+    "block_kv_dkv",
+    "block_kv_dkv_compute",
+    "block_q_dq",
+    "block_kv_dq",
 )
 """Names of the block sizes, forward and backward; all are one number here."""
 

@@ -6,7 +6,9 @@ import math
 
 import mlx.core as mx
 
+from iha_core.conditions import scale_factors
 from iha_core.config import AttentionConfig
+from iha_core.validation import dtype_name
 from iha_mlx.mixing import compute_dtype
 
 
@@ -15,7 +17,7 @@ def has_native_kernel(q: mx.array, k: mx.array, config: AttentionConfig, *, scal
 
     It does in float32: e may differ from d, and a row that sees nothing is made zero afterwards. In
     float64 its exponentials have the errors of float32. It may multiply q by the scale first, which
-    overflows before the products do ([SOFT-1]) if that is above 1. No GPU's kernel is given empty arrays.
+    overflows before the products do ([SOFT-1]) if that is above 1. It refuses some empty arrays.
     """
     exact = config.normalisation == "softmax" and q.dtype != mx.float64 and scale <= 1
     return exact and q.size > 0 and k.size > 0
@@ -56,11 +58,9 @@ def composed(
     """
     compute = compute_dtype(q)
     queries, keys, values = (x.astype(compute).swapaxes(1, 2) for x in (q, k, v))  # (B, H, T or S, ·)
-    # In two steps, the second exact, since float32 may not hold the scale. As an array, since
-    # MLX 0.32.0 rounds to float32 a number that meets an array of float64.
-    power = 2.0 ** round(math.log2(scale) / 2)
-    factor = mx.array(scale / power, dtype=compute)
-    logits = power * (factor * (queries @ keys.swapaxes(2, 3)))  # (B, H, T, S)
+    factor, power = scale_factors(scale, dtype_name(q))
+    # As an array, since MLX 0.32.0 rounds to float32 a number that meets an array of float64.
+    logits = power * (mx.array(factor, dtype=compute) * (queries @ keys.swapaxes(2, 3)))  # (B, H, T, S)
     softmax = config.normalisation == "softmax"
     if mask is not None:
         logits = mx.where(mask[:, None], logits, -math.inf if softmax else 0)  # [LOG-3], [LIN-1]

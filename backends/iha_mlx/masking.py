@@ -65,5 +65,6 @@ def visibility(
 
     mask = None
     for condition in conditions:
-        mask = condition if mask is None else mask & condition
+        # Not `&`, which in MLX 0.32.4 loses the axis that vmap maps if only the right side has it.
+        mask = condition if mask is None else mx.logical_and(mask, condition)
     return mask, False

@@ -14,7 +14,8 @@ from iha_mlx.masking import repeat_virtual, virtual
 TURNS_PER_RADIAN = Fraction("0.159154943091895335768883763372514362034459645740")
 """1/(2 pi) to 48 digits."""
 COARSE_BITS = 20
-"""Bits of the coarse part of a frequency: its products with virtual positions up to 2^33 are exact."""
+"""Bits of the coarse part of a frequency: its products with virtual positions up to 2^33 are exact, beyond
+that rounded once, which [ROPE-5] allows."""
 TERMS = 9
 """Terms of the series of sine and cosine: the first one left out is below 2e-18 at an eighth of a turn."""
 

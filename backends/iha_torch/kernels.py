@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from iha_core.conditions import scale_factors
 from iha_core.config import AttentionConfig
+from iha_core.validation import dtype_name
 
 FEW_KEYS = 64
 """Virtual keys below which `needs_mask` holds; the vectors of PyTorch's CPU kernel hold up to 32 numbers."""
@@ -38,8 +40,11 @@ def scaled_dot_product_attention(
     q (B, T, H, d), k (B, S, H, d), v (B, S, H, e), mask (B or 1, T or 1, S) bool or None
     -> (B, T, H, e) in q's dtype.
     """
-    # A scale that float32 does not hold would be 0, and 0 times a hidden logit's -inf is NaN.
-    scale = max(scale, torch.finfo(torch.promote_types(q.dtype, torch.float32)).tiny)
+    storage = q.dtype
+    factor, power = scale_factors(scale, dtype_name(q))
+    if power != 1:  # float32 does not hold the scale
+        q, k, v = (x.to(torch.float32) for x in (q, k, v))
+        q, k, scale = q * factor, k * power, 1.0
     per_head = functional.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, T, d)
         k.transpose(1, 2),  # (B, H, S, d)
@@ -48,7 +53,7 @@ def scaled_dot_product_attention(
         is_causal=is_causal,
         scale=scale,
     )
-    return per_head.transpose(1, 2)  # (B, T, H, e)
+    return per_head.transpose(1, 2).to(storage)  # (B, T, H, e)
 
 
 def composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,8 @@ def composed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: flo
     """
     compute = torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = (x.to(compute).transpose(1, 2) for x in (q, k, v))  # (B, H, T or S, ·)
-    logits = scale * (queries @ keys.mT)  # (B, H, T, S)
+    factor, power = scale_factors(scale, dtype_name(q))
+    logits = power * (factor * (queries @ keys.mT))  # (B, H, T, S)
     if mask is not None:
         logits = torch.where(mask[:, None], logits, 0)
     return (logits @ values).to(q.dtype).transpose(1, 2), logits  # (B, T, H, e)

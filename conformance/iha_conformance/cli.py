@@ -149,8 +149,9 @@ def iha(context: click.Context) -> None:
     "backends",
     multiple=True,
     metavar="NAME",
-    help="A backend: torch, array-api:NAMESPACE (such as numpy, array_api_strict, torch), or array-api for"
-    " every namespace that is installed. Default: all that are installed, unless --target is given."
+    help="A backend: torch, jax, mlx, array-api:NAMESPACE (such as numpy, array_api_strict, torch), array-api"
+    " for every namespace that is installed, or jax:splash, the kernel of TPUs, interpreted elsewhere."
+    " Default: all that are installed, but for jax:splash, unless --target is given."
     " Repeatable.",
 )
 @click.option(
@@ -162,7 +163,11 @@ def iha(context: click.Context) -> None:
     " returns the output, or a dict of stages with 'output' among them, and refuses by raising"
     " NotImplementedError. fn.capabilities = {'invalid'} asks for the cases of bad input, too. Repeatable.",
 )
-@click.option("--device", metavar="NAME", help="Device of the backends, such as cuda. Default: cpu.")
+@click.option(
+    "--device",
+    metavar="NAME",
+    help="Device of the backends, in the framework's word: cuda, gpu, tpu, mps. Default: cpu.",
+)
 @click.option(
     "--precision",
     metavar="CLASS",

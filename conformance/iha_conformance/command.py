@@ -22,7 +22,7 @@ from iha_conformance.runner import Suite, TargetReport, run_suite
 from iha_conformance.selection import Filters, select
 from iha_conformance.targets.backends import (
     ARRAY_API,
-    BACKENDS,
+    all_targets,
     canonical_name,
     has_devices,
     is_known,
@@ -172,7 +172,7 @@ def plan_targets(
     for asked in backends:
         name = canonical_name(asked)
         if not is_known(name):
-            raise unknown("--backend", asked, (*BACKENDS, *known_targets()))
+            raise unknown("--backend", asked, all_targets())
         if name == ARRAY_API:
             of_standard = [known for known in known_targets() if known.startswith(ARRAY_API + ":")]
             found = _installed(of_standard, device, absent)

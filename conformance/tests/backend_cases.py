@@ -145,6 +145,21 @@ EXACT: dict[str, tuple[Call, Any]] = {
 }
 
 
+def call_of_scale(scale: float, causal: Any = "virtual", normalisation: Any = "softmax") -> Call:
+    """Random data for a scale that float32 may not hold: it does hold the products, scaled and unscaled."""
+    config = AttentionConfig(causal=causal, scale=scale, normalisation=normalisation)
+    call = plain_call(N=40, M=40, d=4, e=4, config=config)
+    for name in ("q", "k"):
+        size = min(max(scale**-0.5, 1e-17), 1e17)
+        call[name] = (size * call[name]).astype(np.float32).astype(np.float64)
+    for name in ("v", *FLOATS[3:]):
+        call[name] = call[name].astype(np.float32).astype(np.float64)
+    return call
+
+
+SCALES = (1e-50, 1e-39, 1e-37, 3.0, 1e38, 1e39)
+
+
 def with_value_width(call: Call, expected: Any, width: int) -> tuple[Call, np.ndarray[Any, Any]]:
     """Values and answer repeated or cut to a width: kernels may differ between e = d and e != d."""
 

@@ -13,8 +13,10 @@ from backend_cases import (
     BAD_INPUTS,
     EXACT,
     FLOATS,
+    SCALES,
     Call,
     assert_conforms,
+    call_of_scale,
     convert,
     plain_call,
     random_call,
@@ -302,3 +304,12 @@ def test_foreign_arrays_and_devices_are_refused_by_name(name: str) -> None:
         iha_core.ArgumentValueError, match=f"^`{name}` device: expected .*, the device of `q`"
     ):
         iha_array_api.attention(**{**call, name: other})
+
+
+@pytest.mark.requirement("CFG-1", "SOFT-1")
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("normalisation", ["softmax", "none"])
+def test_any_scale_that_the_logits_allow(scale: float, normalisation: str) -> None:
+    call = call_of_scale(scale, normalisation=normalisation)
+    floats = {name: call[name].astype(np.float32) for name in FLOATS}
+    assert_conforms({"output": iha_array_api.attention(**{**call, **floats})}, call, "float32")

@@ -13,9 +13,11 @@ from backend_cases import (
     BAD_INPUTS,
     EXACT,
     FLOATS,
+    SCALES,
     Call,
     assert_conforms,
     bare_call,
+    call_of_scale,
     convert,
     plain_call,
     random_call,
@@ -624,3 +626,26 @@ def test_float64_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match=r"^float64 runs on the CPU only"):
         run(call)
     assert run(narrow).dtype == mx.float32
+
+
+@pytest.mark.requirement("CFG-1", "SOFT-1")
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("normalisation", ["softmax", "none"])
+def test_any_scale_that_the_logits_allow(scale: float, normalisation: str) -> None:
+    call = call_of_scale(scale, normalisation=normalisation)
+    assert_conforms({"output": np.array(run(arrays(call, mx.float32)))}, call, "float32")
+
+
+@pytest.mark.requirement("KEY-1", "SEG-1")
+@pytest.mark.parametrize("name", ["key_mask", "segment_ids", "query_offset"])
+@pytest.mark.parametrize("normalisation", ["softmax", "none"])
+def test_vmap_over_one_argument_alone(name: str, normalisation: str) -> None:
+    call = arrays(plain_call(config=AttentionConfig(normalisation=normalisation, window=2)), mx.float32)
+    mapped = {
+        "key_mask": mx.array([[[True, False, True]] * 2, [[False, True, False]] * 2]),
+        "segment_ids": mx.array([[[0, 0, 1]] * 2, [[0, 1, 1]] * 2]),
+        "query_offset": mx.array([0, 1]),
+    }[name]
+    have = mx.vmap(lambda x: iha_mlx.attention(**call, **{name: x}))(mapped)
+    want = mx.stack([iha_mlx.attention(**call, **{name: mapped[i]}) for i in range(2)])
+    assert mx.allclose(have, want, rtol=1e-5, atol=1e-6)

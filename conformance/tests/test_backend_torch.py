@@ -13,9 +13,11 @@ from backend_cases import (
     BAD_INPUTS,
     EXACT,
     FLOATS,
+    SCALES,
     Call,
     assert_conforms,
     bare_call,
+    call_of_scale,
     convert,
     plain_call,
     random_call,
@@ -473,3 +475,11 @@ def test_bfloat16_agrees_with_arrays_of_ml_dtypes() -> None:
     rounded = {name: call[name].astype(ml_dtypes.bfloat16).astype(np.float64) for name in FLOATS}
     output = run(tensors(call, torch.bfloat16)).double().numpy()
     assert_conforms({"output": output}, {**call, **rounded}, "bfloat16")
+
+
+@pytest.mark.requirement("CFG-1", "SOFT-1")
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("normalisation", ["softmax", "none"])
+def test_any_scale_that_the_logits_allow(scale: float, normalisation: str) -> None:
+    call = call_of_scale(scale, normalisation=normalisation)
+    assert_conforms({"output": run(tensors(call, torch.float32)).numpy()}, call, "float32")

@@ -12,7 +12,7 @@ import pytest
 
 import iha_core
 from iha_core import PROFILES, AttentionConfig, ConfigError, Dims, IHAError, validate
-from iha_core.conditions import binding_conditions
+from iha_core.conditions import binding_conditions, scale_factors
 from iha_core.validation import dtype_name
 
 
@@ -280,3 +280,22 @@ def _check_binding(config: AttentionConfig, dims: Dims, offset: int) -> None:
     if causal == "none":
         causal_alone = dataclasses.replace(config, window=None)
         assert iha_core.reference.visibility(query_index, key_index, dims, causal_alone).all()
+
+
+@pytest.mark.requirement("CFG-1", "ERR-1")
+def test_frequencies_beyond_float64_are_refused_by_name() -> None:
+    assert AttentionConfig(rope_theta=5e-324).rope_frequencies(2) == (1.0,)
+    expected = r"^`rope_theta`: expected frequencies within float64 for a head width d=64, got 5e-324$"
+    with pytest.raises(ConfigError, match=expected):
+        AttentionConfig(rope_theta=5e-324).rope_frequencies(64)
+
+
+@pytest.mark.requirement("CFG-1", "SOFT-1")
+@pytest.mark.parametrize("scale", [5e-324, 1e-50, 1e-39, 2.0**-126, 0.3, 1.0, 3e38, 1e39, 1e308])
+def test_scales_come_in_factors_that_float32_holds(scale: float) -> None:
+    assert scale_factors(scale, "float64") == (scale, 1.0)
+    for storage in ("float32", "float16", "bfloat16"):
+        factor, power = scale_factors(scale, storage)
+        assert factor * power == min(max(scale, 2.0**-250), 2.0**250)
+        assert all(2.0**-126 <= part < 2.0**128 for part in (factor, power))
+        assert (power == 1.0) == (2.0**-126 <= scale < 2.0**128)

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "iha_core": {"iha_core", "numpy"},
     "iha_torch": {"iha_core", "iha_torch", "torch"},
     "iha_jax": {"iha_core", "iha_jax", "jax", "numpy"},
-    "iha_mlx": {"iha_core", "iha_mlx", "mlx", "numpy"},
+    "iha_mlx": {"iha_core", "iha_mlx", "mlx"},
     "iha_array_api": {"iha_core", "iha_array_api", "array_api_compat", "numpy"},
     "iha_conformance": {
         "iha_core",

@@ -306,3 +306,10 @@ def test_the_plugin_costs_other_sessions_nothing(tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stdout
+
+
+def test_a_variant_of_a_backend_is_no_callable():
+    from iha_conformance.suite.session import plan
+
+    kinds = {launch.name: launch.kind for launch in plan(["jax:splash", "port:attention"], None, None)}
+    assert kinds == {"jax:splash": "backend", "port:attention": "callable"}

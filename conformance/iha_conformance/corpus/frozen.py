@@ -1,4 +1,4 @@
-"""The frozen corpus: the hash of every case, which what a machine makes of the table has to have.
+"""The frozen corpus: the hash that each case must have, whichever machine builds it.
 
 Inputs are made from integers, so that they are equal on every platform; where they are not, no result
 says anything about the specification.

@@ -17,7 +17,7 @@ from iha_conformance.report.reproduction import reproduce
 from iha_conformance.report.terminal import describe_failure
 from iha_conformance.runner import Row, Suite, run_suite
 from iha_conformance.selection import Filters, select
-from iha_conformance.targets.backends import ARRAY_API, BACKENDS, canonical_name, known_targets
+from iha_conformance.targets.backends import ARRAY_API, all_targets, canonical_name, is_known
 from iha_conformance.targets.messages import Launch
 from iha_conformance.targets.process import ProcessTarget
 from iha_core.bounds import HIGHEST
@@ -112,13 +112,12 @@ def plan(names: Iterable[str], device: str | None, precision: str | None) -> tup
     backends: list[str] = []
     callables: list[str] = []
     for name in names:
-        backend, colon, _ = canonical_name(name).partition(":")
-        if backend in BACKENDS and (not colon or backend == ARRAY_API):
+        if is_known(canonical_name(name)):
             backends.append(name)
-        elif colon:
+        elif ":" in name and not name.startswith(ARRAY_API + ":"):
             callables.append(name)
         else:
-            raise unknown("--iha-target", name, (*BACKENDS, *known_targets(), "MODULE:CALLABLE"))
+            raise unknown("--iha-target", name, (*all_targets(), "MODULE:CALLABLE"))
     return plan_targets(backends, callables, device, precision).launches
 
 

@@ -53,6 +53,12 @@ def known_targets() -> tuple[str, ...]:
     return (*single, *(f"{ARRAY_API}:{namespace}" for namespace in NAMESPACES))
 
 
+def all_targets() -> tuple[str, ...]:
+    """Names of all built-in targets, those that run only when asked for too."""
+    variants = [f"{name}:{variant}" for name, backend in BACKENDS.items() for variant in backend.variants]
+    return (*BACKENDS, *variants, *(name for name in known_targets() if name not in BACKENDS))
+
+
 def is_known(name: str) -> bool:
     """Whether that is the canonical name of a built-in target, or array-api for all of its namespaces."""
     backend, colon, rest = name.partition(":")

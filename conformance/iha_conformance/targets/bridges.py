@@ -37,7 +37,7 @@ class Bridge(Protocol):
         """A copy of the values."""
         ...
 
-    def compiles_once(self, inputs: Inputs) -> bool:
+    def compiles_once(self, inputs: Mapping[str, Any]) -> bool:
         """Whether compilation takes so long that there is one function for both runs of such a case.
 
         It gives the output and no other stage; its code is that of `attention`.

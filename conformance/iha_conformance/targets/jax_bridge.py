@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from iha_conformance.protocol import Inputs, TargetUnavailable
+from iha_conformance.protocol import TargetUnavailable
 from iha_conformance.targets.messages import Function, RefusedError, describe
 
 QUICK_CODE = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
@@ -25,6 +25,8 @@ KEPT = 64
 
 class JaxBridge:
     """JAX, on any of its devices; what runs is a backend's function compiled whole, as users' programs are.
+
+    On a CPU that is so in float32; the other dtypes are compiled with less effort (`compiles_once`).
 
     Float64 is enabled for just the calls that have it. `implementation` is passed on to the backend.
     """
@@ -73,7 +75,7 @@ class JaxBridge:
     def to_numpy(self, native: Any) -> np.ndarray[Any, Any]:
         return np.array(native)
 
-    def compiles_once(self, inputs: Inputs) -> bool:
+    def compiles_once(self, inputs: Mapping[str, Any]) -> bool:
         """On a CPU, in all dtypes but float32, the one that is compiled just as users do it."""
         dtypes = {x.dtype.name for x in inputs.values() if hasattr(x, "dtype")}
         return self._device.platform == "cpu" and not dtypes.isdisjoint(("float64", "float16", "bfloat16"))
@@ -110,6 +112,7 @@ class JaxBridge:
 
     def _compile(self, function: Function, arrays: Mapping[str, Any], static: Mapping[str, Any]) -> Function:
         jax = self._jax
+        # Compiled functions return arrays only: texts, such as a kernel's name, are kept from the trace.
         structure: Any = None
         texts: dict[int, str] = {}
 
@@ -134,7 +137,9 @@ class JaxBridge:
 def _keep_on_disk(jax: Any) -> None:
     """Have JAX keep what it compiles for later runs, in the user's folder of caches unless it has one."""
     if jax.config.jax_compilation_cache_dir is None:
-        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        caches = os.environ.get("XDG_CACHE_HOME", "")
+        if not os.path.isabs(caches):
+            caches = os.path.expanduser("~/.cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(caches, "iha", "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
