@@ -61,6 +61,23 @@ def binding_conditions(config: AttentionConfig, dims: Dims, offset: Any) -> tupl
     return "none" if first_sees_last else causal, None if reaches_back and reaches_ahead else window
 
 
+def only_causal(causal: Causal, window: int | None, key_mask: Any, segment_ids: Any) -> bool:
+    """Whether nothing but causality over virtual tokens hides a key: a kernel's own flag may do ([MASK-1]).
+
+    `causal` and `window` are what `binding_conditions` left.
+    """
+    return causal == "virtual" and window is None and key_mask is None and segment_ids is None
+
+
+def token_positions(
+    query_index: Any, key_index: Any, positions: Any | None, kv_positions: Any | None
+) -> tuple[Any, Any]:
+    """Token positions of queries (B or 1, N) and keys (B or 1, M); index order by default ([POS-3])."""
+    if positions is None:
+        return query_index, key_index
+    return positions, positions if kv_positions is None else kv_positions
+
+
 def index_conditions(
     config: AttentionConfig, causal: Causal, window: int | None, P: int, *, n: Any, m: Any, t: Any, s: Any
 ) -> list[Any]:

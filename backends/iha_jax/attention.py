@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.lax import PrecisionLike
 
-from iha_core.conditions import resolve_offset
+from iha_core.conditions import resolve_offset, token_positions
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError
 from iha_core.validation import validate
 from iha_jax.kernels import choose_kernel, composed, dot_product_attention, zero_empty_rows
 from iha_jax.masking import token_indices, visibility
 from iha_jax.mixing import collapse_heads, mix
-from iha_jax.rope import rotate, rotation, token_positions
+from iha_jax.rope import rotate, rotation
 
 
 def attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from iha_core.conditions import binding_conditions, index_conditions
+from iha_core.conditions import binding_conditions, index_conditions, only_causal
 from iha_core.config import AttentionConfig
 from iha_core.validation import Dims
 
@@ -75,8 +75,8 @@ def visibility(
     """
     P = dims.P
     causal, window = binding_conditions(config, dims, offset)
-    only_causal = causal == "virtual" and window is None and segment_ids is None and key_mask is None
-    if may_flag_causal and only_causal and isinstance(offset, int) and offset == 0:
+    starts_at_0 = isinstance(offset, int) and offset == 0
+    if may_flag_causal and starts_at_0 and only_causal(causal, window, key_mask, segment_ids):
         return None, True
 
     query_index, window = nearby(query_index, dims.M, window)

@@ -20,15 +20,6 @@ TURNS_PER_RADIAN = Fraction(0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E410, 
 """1/(2 pi) to 192 binary places."""
 
 
-def token_positions(
-    query_index: Array, key_index: Array, positions: Array | None, kv_positions: Array | None
-) -> tuple[Array, Array]:
-    """Token positions of queries (B or 1, N) and keys (B or 1, M); index order by default ([POS-3])."""
-    if positions is None:
-        return query_index, key_index
-    return positions, positions if kv_positions is None else kv_positions
-
-
 def rotation(position: Array, dims: Dims, config: AttentionConfig, dtype: Any) -> tuple[Array, Array]:
     """Cosines and sines of every virtual token and lane pair ([POS-1], [POS-2], [ROPE-5]).
 

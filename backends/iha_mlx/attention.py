@@ -11,14 +11,14 @@ from typing import Any, SupportsIndex
 
 import mlx.core as mx
 
-from iha_core.conditions import resolve_offset
+from iha_core.conditions import resolve_offset, token_positions
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError
 from iha_core.validation import validate
 from iha_mlx.kernels import composed, has_native_kernel, scaled_dot_product_attention
 from iha_mlx.masking import token_indices, visibility
 from iha_mlx.mixing import collapse_heads, compute_dtype, mix
-from iha_mlx.rope import rotate, rotation, token_positions
+from iha_mlx.rope import rotate, rotation
 
 
 def attention(

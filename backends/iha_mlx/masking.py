@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from iha_core.conditions import binding_conditions, index_conditions
+from iha_core.conditions import binding_conditions, index_conditions, only_causal
 from iha_core.config import AttentionConfig
 from iha_core.validation import Dims
 
@@ -47,9 +47,8 @@ def visibility(
     """
     P = dims.P
     causal, window = binding_conditions(config, dims, offset)
-    only_causal = causal == "virtual" and window is None and segment_ids is None and key_mask is None
     is_last = isinstance(offset, int) and offset == dims.M - dims.N >= 0
-    if may_flag_causal and only_causal and is_last:
+    if may_flag_causal and is_last and only_causal(causal, window, key_mask, segment_ids):
         return None, True
 
     n, m = repeat_virtual(query_index, P)[:, :, None], repeat_virtual(key_index, P)[:, None, :]

@@ -20,15 +20,6 @@ TERMS = 9
 """Terms of the series of sine and cosine: the first one left out is below 2e-18 at an eighth of a turn."""
 
 
-def token_positions(
-    query_index: mx.array, key_index: mx.array, positions: mx.array | None, kv_positions: mx.array | None
-) -> tuple[mx.array, mx.array]:
-    """Token positions of queries (B or 1, N) and keys (B or 1, M); index order by default ([POS-3])."""
-    if positions is None:
-        return query_index, key_index
-    return positions, positions if kv_positions is None else kv_positions
-
-
 def rotation(
     position: mx.array, dims: Dims, config: AttentionConfig, table: mx.Dtype
 ) -> tuple[mx.array, mx.array]:

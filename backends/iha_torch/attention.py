@@ -13,14 +13,14 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from iha_core.conditions import resolve_offset
+from iha_core.conditions import resolve_offset, token_positions
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError, ArgumentValueError
 from iha_core.validation import validate
 from iha_torch.kernels import composed, has_native_kernel, needs_mask, scaled_dot_product_attention
 from iha_torch.masking import token_indices, visibility
 from iha_torch.mixing import collapse_heads, mix
-from iha_torch.rope import rotate, rotation, token_positions
+from iha_torch.rope import rotate, rotation
 
 
 def attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from iha_core.conditions import binding_conditions, index_conditions
+from iha_core.conditions import binding_conditions, index_conditions, only_causal
 from iha_core.config import AttentionConfig
 from iha_core.validation import Dims
 
@@ -49,8 +49,9 @@ def visibility(
     """
     P = dims.P
     causal, window = binding_conditions(config, dims, offset)
-    only_causal = causal == "virtual" and window is None and segment_ids is None and key_mask is None
-    if may_flag_causal and not always and only_causal and not isinstance(offset, Tensor) and offset == 0:
+    starts_at_0 = not isinstance(offset, Tensor) and offset == 0
+    flagged = may_flag_causal and not always and starts_at_0
+    if flagged and only_causal(causal, window, key_mask, segment_ids):
         return None, True
 
     n, m = repeat_virtual(query_index, P)[:, :, None], repeat_virtual(key_index, P)[:, None, :]

@@ -10,15 +10,6 @@ from iha_core.validation import Dims
 from iha_torch.masking import repeat_virtual, virtual
 
 
-def token_positions(
-    query_index: Tensor, key_index: Tensor, positions: Tensor | None, kv_positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Token positions of queries (B or 1, N) and keys (B or 1, M); index order by default ([POS-3])."""
-    if positions is None:
-        return query_index, key_index
-    return positions, positions if kv_positions is None else kv_positions
-
-
 def rotation(
     position: Tensor, dims: Dims, config: AttentionConfig, storage: torch.dtype
 ) -> tuple[Tensor, Tensor]:

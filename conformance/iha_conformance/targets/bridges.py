@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from iha_conformance.protocol import UNDECLARED, Inputs, TargetUnavailable
+from iha_conformance.protocol import UNDECLARED, TargetUnavailable
 from iha_conformance.targets.jax_bridge import JaxBridge
 from iha_conformance.targets.messages import Function, RefusedError, describe
 
@@ -54,7 +54,19 @@ class Bridge(Protocol):
         ...
 
 
-class NamespaceBridge:
+class EagerBridge:
+    """A framework that computes at once, or when it is asked for values: there is nothing to compile."""
+
+    def compiles_once(self, inputs: Mapping[str, Any]) -> bool:
+        return False
+
+    def call(
+        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
+    ) -> Any:
+        return function(**arguments, config=config)
+
+
+class NamespaceBridge(EagerBridge):
     """Any module that follows the Array API standard, on the CPU."""
 
     device = "cpu"
@@ -84,16 +96,8 @@ class NamespaceBridge:
         array: np.ndarray[Any, Any] = np.from_dlpack(native)
         return array.copy()
 
-    def compiles_once(self, inputs: Inputs) -> bool:
-        return False
 
-    def call(
-        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
-    ) -> Any:
-        return function(**arguments, config=config)
-
-
-class TorchBridge:
+class TorchBridge(EagerBridge):
     """PyTorch, on any of its devices."""
 
     WORDS: Mapping[str, str] = {"highest": "highest", "tf32": "high", "bf16x3": "highest", "bf16x1": "medium"}
@@ -112,18 +116,8 @@ class TorchBridge:
         self.precision = precision or str(torch.get_float32_matmul_precision())
 
     def to_native(self, array: np.ndarray[Any, Any]) -> Any:
-        """The array with its strides, which plain conversion loses on accelerators.
-
-        The memory that the view spans is copied, moved, and viewed again. torch has no negative
-        strides, so reversed views arrive as contiguous copies.
-        """
-        if array.size == 0 or any(stride < 0 or stride % array.itemsize for stride in array.strides):
-            array = np.ascontiguousarray(array)
-        steps = tuple(stride // array.itemsize for stride in array.strides)
-        span = 1 + sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
-        if array.size == 0:
-            span = 0
-        memory = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
+        """The array with its strides, which plain conversion loses on accelerators."""
+        memory, steps = _memory(array)
         is_bfloat16 = array.dtype.name == "bfloat16"
         if not is_bfloat16 and not hasattr(self._torch, array.dtype.name):
             raise RefusedError(f"torch has no {array.dtype.name}")
@@ -143,16 +137,8 @@ class TorchBridge:
             return np.array(native.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16))
         return np.array(native.numpy())
 
-    def compiles_once(self, inputs: Inputs) -> bool:
-        return False
 
-    def call(
-        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
-    ) -> Any:
-        return function(**arguments, config=config)
-
-
-class MlxBridge:
+class MlxBridge(EagerBridge):
     """MLX, on the CPU or the GPU, which becomes the default device of the process."""
 
     TF32 = "MLX_ENABLE_TF32"
@@ -172,21 +158,14 @@ class MlxBridge:
         self.precision = precision or ("tf32" if rounds else "highest")
 
     def to_native(self, array: np.ndarray[Any, Any]) -> Any:
-        """The array with its strides: the memory that the view spans is copied, and viewed again.
-
-        Reversed views arrive as contiguous copies, as in torch.
-        """
+        """The array with its strides, which plain conversion loses."""
         if array.dtype.name == "float64" and self.device == "gpu":
             raise RefusedError("device gpu has no float64")
         if array.dtype.name != "bool" and not hasattr(self._mlx, array.dtype.name):
             raise RefusedError(f"mlx has no {array.dtype.name}")
-        if array.size == 0 or any(stride < 0 or stride % array.itemsize for stride in array.strides):
-            array = np.ascontiguousarray(array)
-        if array.size == 0:
-            return self._flat(array.reshape(-1)).reshape(array.shape)
-        steps = tuple(stride // array.itemsize for stride in array.strides)
-        span = 1 + sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
-        memory = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
+        memory, steps = _memory(array)
+        if array.size == 0:  # which MLX does not view
+            return self._flat(memory).reshape(array.shape)
         return self._mlx.as_strided(self._flat(memory), array.shape, steps)
 
     def _flat(self, memory: np.ndarray[Any, Any]) -> Any:
@@ -203,13 +182,19 @@ class MlxBridge:
             return np.array(native.view(self._mlx.uint16)).view(ml_dtypes.bfloat16)
         return np.array(native)
 
-    def compiles_once(self, inputs: Inputs) -> bool:
-        return False
 
-    def call(
-        self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
-    ) -> Any:
-        return function(**arguments, config=config)
+def _memory(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+    """A copy of the memory that a view spans, flat, and the steps in it by which to view it again.
+
+    Frameworks have no negative strides, so reversed views become contiguous.
+    """
+    if array.size == 0 or any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        array = np.ascontiguousarray(array)
+    steps = tuple(stride // array.itemsize for stride in array.strides)
+    span = 1 + sum((size - 1) * step for size, step in zip(array.shape, steps, strict=True))
+    if array.size == 0:
+        span = 0
+    return np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy(), steps
 
 
 BRIDGES: Mapping[str, Callable[..., Bridge]] = {
