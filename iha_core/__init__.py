@@ -17,7 +17,7 @@ from iha_core.errors import (
 from iha_core.reference import STAGES, attention, attention_stages
 from iha_core.validation import Dims, dtype_name, validate
 
-SPEC_VERSION = "1.0"
+SPEC_VERSION = "1.1"
 
 __all__ = [
     "PROFILES",

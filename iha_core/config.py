@@ -172,4 +172,4 @@ PROFILES: Mapping[str, Profile] = {
         collapse=("global", "per_head"),
     ),
 }
-"""Profiles by name, as in "IHA 1.0, profile `paper`"."""
+"""Profiles by name, as in "IHA 1.1, profile `paper`"."""
