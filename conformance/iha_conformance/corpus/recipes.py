@@ -184,6 +184,21 @@ def neighbours(case_id: str, z: Sizes, *, base: float = 256.0) -> Tensors:
     return tensors
 
 
+def lanes(case_id: str, z: Sizes) -> Tensors:
+    """Every lane of q and k decides alone, for some query, which key is taken.
+
+    Query n of head h has lane n + N*h (mod d) alone, where keys hold a permutation of 0 ... M-1 of the lane's
+    own, times 16: logits are 64 apart, so attention is one-hot, exactly. Needs H*N >= d = 16, the default
+    scale, no RoPE and no mask.
+    """
+    tensors = _identity(z)
+    n, h, j, m = (np.arange(z[letter]) for letter in ("N", "H", "d", "M"))
+    tensors["q"][...] = 16.0 * ((n[:, None] + z["N"] * h)[:, :, None] % z["d"] == j)
+    tensors["k"][...] = 16.0 * ((m[:, None] * 3 + j) % z["M"])[:, None]
+    tensors["v"] = integers(f"{case_id}/v", tensors["v"].shape, 1, 63)
+    return tensors
+
+
 def heads(case_id: str, z: Sizes) -> Tensors:
     """q = k = 0 and values that name their source head: which rows of alpha_v are used is visible.
 
@@ -264,6 +279,7 @@ RECIPES: Mapping[str, Recipe] = {
     "cancel": cancel,
     "cancel_heads": cancel_heads,
     "neighbours": neighbours,
+    "lanes": lanes,
     "heads": heads,
     "linear": linear,
     "fine": fine,
