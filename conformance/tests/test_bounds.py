@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pytest
 from test_reference import Case, normal_tensors, random_case
 
-from doubles.port import Port
 from iha_conformance.corpus.streams import cast
+from iha_conformance.power.port import ROUNDINGS, Port
+from iha_conformance.power.self_test import HALF
 from iha_core import AttentionConfig
 from iha_core.bounds import Limits, arithmetic, derive_limits, limits, statistics
 from iha_core.config import Rope
@@ -26,7 +27,6 @@ Array = npt.NDArray[Any]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 NARROW = ("float16", "bfloat16")
-HALF = 0.5
 SEEDS = range(40)
 
 
@@ -148,7 +148,7 @@ def test_honest_ports_at_extremes(name: str, dtype: str) -> None:
         config = AttentionConfig(causal=causal, normalisation=normalisation)  # type: ignore[arg-type]
         case = stored(Case(tensors, config), dtype, **factors)
         allowed = limits_of(case, dtype)
-        for rounding in ("once", "stages"):
+        for rounding in ROUNDINGS:
             found = Port(rounding, stages=True)({**case.tensors, **case.indices}, config.to_dict())
             for stage, ratio in worst_ratios({n: x.astype(float) for n, x in found.items()}, allowed).items():
                 assert ratio <= HALF, (stage, causal, normalisation, rounding)
@@ -160,7 +160,7 @@ def test_honest_ports_at_extremes(name: str, dtype: str) -> None:
 def test_honest_ports_on_random_calls(seed: int, dtype: str) -> None:
     case = stored(random_case(seed), dtype)
     allowed = limits_of(case, dtype)
-    for rounding in ("once", "stages"):
+    for rounding in ROUNDINGS:
         found = Port(rounding, stages=True)({**case.tensors, **case.indices}, case.config.to_dict())
         for stage, ratio in worst_ratios({n: x.astype(float) for n, x in found.items()}, allowed).items():
             assert ratio <= HALF, (stage, rounding)

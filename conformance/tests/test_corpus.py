@@ -303,7 +303,7 @@ def test_inputs_fit_their_sizes() -> None:
 
 
 def test_the_corpus_is_the_frozen_one() -> None:
-    """A change to an existing case changes what IHA 1.0 expects, and needs a new version of it."""
+    """A change to an existing case changes what the specification expects, and needs a new version of it."""
     expected, now = frozen.load_frozen(), frozen.made()
     changed = [name for name, digest in expected.cases.items() if now.cases.get(name) != digest]
     assert not changed, "these cases have changed or are gone, and with them the specification"

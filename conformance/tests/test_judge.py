@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from doubles.faults import FAULTS
-from doubles.port import Port
 from iha_conformance.corpus import Case, build_inputs, load_cases
 from iha_conformance.judge import Comparison, Expectation, compare, expect, judge
+from iha_conformance.power.mutants import MUTANTS
+from iha_conformance.power.port import Port
 from iha_conformance.protocol import Result, Verdict
 from iha_core.reference import STAGES
 
@@ -356,19 +356,24 @@ def test_every_companion_judges(kind: str) -> None:
             assert ("[b=0, h=1]" in found.reason) == (not of_all)
 
 
-def test_a_fault_is_caught_where_it_starts() -> None:
-    """The stages of a faulty port: the judge names the first that the fault touches."""
-    for name, stage in (
-        ("alpha_k [target, source]", "mixed_k"),
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("alpha_k [target, source, pseudo]", "mixed_k"),
         ("opposite rotation", "rotated_q"),
+        ("queries and keys rotated apart", "rotated_k"),
         ("scale of d + 1", "logits"),
         ("denominator + 0.001", "virtual_out"),
         ("lse to base 2", "lse"),
-        ("collapse [source, out]", "output"),
-    ):
-        case = case_of("core/paper")
-        arrays = FAULTS[name]("once", stages=True)(build_inputs(case, "float32"), case.config)
-        assert verdict("core/paper", arrays).stage == stage, name
+        ("collapse [source, out, pseudo]", "output"),
+    ],
+)
+def test_a_fault_is_caught_where_it_starts(name: str, stage: str) -> None:
+    """The stages of a faulty port: the judge names the first that the fault touches."""
+    case, mutant = case_of("core/paper"), MUTANTS[name]
+    port = Port("once", stages=True, replace={mutant.step: mutant.function})
+    arrays = port(build_inputs(case, "float32"), case.config)
+    assert verdict(case.id, arrays).stage == stage
 
 
 # Refusals of bad input

@@ -22,8 +22,8 @@ from iha_conformance.selection import Filters
 from iha_core.bounds import HIGHEST
 
 OFFER_STAGES = (
-    "every stage before the output is right, or none was offered; a dict of the stages of SPEC.md chapter 4"
-    " tells at which one a port starts to be wrong"
+    "every stage before the output is right, or none was offered; a port that gives the stages of SPEC.md"
+    " chapter 4 by name is told at which one it starts to be wrong"
 )
 
 TITLES = ("target", "dtype", "passed", "failed", "skipped", "n/a", "worst\nratio", "seconds", "kernels")
@@ -78,6 +78,36 @@ class ProgressBar:
         """Count one more result."""
         self._failed[target] += row.status == "failed"
         self._progress.update(self._tasks[target], advance=1, failed=self._failed[target])
+
+
+class PartsBar:
+    """Counts parts of some work; shows nothing where the stream is no terminal."""
+
+    def __init__(self, stream: TextIO | None, name: str) -> None:
+        output = console(stream)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=output,
+            transient=True,
+            disable=not output.is_terminal or output.is_dumb_terminal,
+        )
+        self._task = self._progress.add_task(name, total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.__exit__(kind, error, trace)
+
+    def on_done(self, done: int, total: int) -> None:
+        """So many of so many parts are done."""
+        self._progress.update(self._task, completed=done, total=total)
 
 
 def print_report(

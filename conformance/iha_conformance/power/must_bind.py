@@ -1,0 +1,168 @@
+"""The must-bind gate: whatever a port may ignore or mistake has to move some output of the corpus.
+
+An item is an argument, an index along an axis of a parameter, a head or lane of q, k or v, or a value of the
+configuration. It is *bound* in a dtype if changing it moves an output of some case by `FACTOR` limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from iha_conformance.corpus import Case, build_inputs
+from iha_conformance.corpus.inputs import PARAMETERS
+from iha_conformance.power.measure import Problem, corpus
+from iha_conformance.protocol import Inputs
+from iha_core import AttentionConfig, attention
+
+FACTOR = 10.0
+"""How many limits an output must move by."""
+
+AXES: Mapping[str, tuple[str, ...]] = {
+    "alpha_q": ("source", "target", "pseudo"),
+    "alpha_k": ("source", "target", "pseudo"),
+    "alpha_v": ("source", "target", "pseudo"),
+    "collapse": ("out", "source", "pseudo"),
+    "r": ("head", "pseudo of a head"),
+}
+MOST_TOKENS = 16
+"""Cases with more tokens are not needed to bind each of them."""
+
+CHOICES: Mapping[str, tuple[Any, ...]] = {
+    "causal": ("virtual", "token", "none"),
+    "window_unit": ("virtual", "token"),
+    "rope": ("virtual", "token", "none"),
+    "rope_pairing": ("half", "adjacent"),
+    "normalisation": ("softmax", "none"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """An item, and the call with it changed."""
+
+    item: str
+    inputs: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+def changes(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Every item of a case, changed one at a time."""
+    for make in (_parameters, _tensors, _arguments, _offset, _configuration):
+        yield from make(case, inputs)
+
+
+def moves(problem: Problem, change: Change) -> bool:
+    """Whether a change moves an output by `FACTOR` limits, by the reference."""
+    limits = problem.expectation.limits
+    exact, limit = limits.stages["output"], limits.limits["output"]
+    with np.errstate(all="ignore"):
+        found = attention(**change.inputs, config=AttentionConfig.from_dict(change.config))
+        return bool(np.any(np.abs(found - exact) >= FACTOR * limit))
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What was found in a dtype: the items of the corpus, and those of them that no case binds."""
+
+    checked: tuple[str, ...]
+    unbound: tuple[str, ...]
+
+
+def bind(dtype: str, cases: Sequence[Case] | None = None) -> Bound:
+    """Try the items of these cases, by default of the whole corpus, until each has moved an output."""
+    bound: dict[str, bool] = {}
+    for case in corpus() if cases is None else cases:
+        if dtype not in case.dtypes:
+            continue
+        inputs = build_inputs(case, dtype)
+        open_items = [change for change in changes(case, inputs) if not bound.get(change.item)]
+        if open_items:
+            problem = Problem.of(case, dtype)
+            for change in open_items:
+                bound[change.item] = bound.get(change.item, False) or moves(problem, change)
+    return Bound(tuple(bound), tuple(item for item, moved in bound.items() if not moved))
+
+
+def _parameters(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Each index along each axis of the parameters, for each size that the axis has in the corpus."""
+    for name in PARAMETERS:
+        array = inputs[name]
+        for axis, label in enumerate(AXES["r" if array.ndim == 2 else name]):
+            for i in range(array.shape[axis]):
+                changed = np.array(array)
+                changed[(slice(None),) * axis + (i,)] += 1
+                yield _with(case, inputs, f"{name}[{label} {i} of {array.shape[axis]}]", name, changed)
+
+
+def _tensors(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Each head and lane of q, k and v, changed by as much as the largest number there.
+
+    Up and down in turn, token by token: softmax ignores what all keys share.
+    """
+    for name in "qkv":
+        array = inputs[name]
+        largest = np.max(np.abs(np.asarray(array, np.float64)), initial=0.0, where=np.isfinite(array)) or 1.0
+        turn = largest * (-1.0) ** np.arange(array.shape[1])[None, :, None]
+        for axis, label in ((2, "head"), (3, "lane")):
+            for i in range(array.shape[axis]):
+                changed = np.array(array)
+                with np.errstate(over="ignore"):
+                    changed[(slice(None),) * axis + (i,)] += turn.astype(array.dtype)
+                yield _with(case, inputs, f"{name}[{label} {i} of {array.shape[axis]}]", name, changed)
+
+
+def _arguments(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Masks, ids and positions: each token's, in any batch element."""
+    for name in ("key_mask", "segment_ids", "kv_segment_ids", "positions", "kv_positions"):
+        if name not in inputs or inputs[name].shape[1] > MOST_TOKENS:
+            continue
+        for i in range(inputs[name].shape[1]):
+            changed = np.array(inputs[name])
+            changed[:, i] = ~changed[:, i] if name == "key_mask" else changed[:, i] + 1
+            yield _with(case, inputs, f"{name}[token {i}]", name, changed)
+
+
+def _offset(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """query_offset: the default, an int, and that of each batch element."""
+    offset: Any = inputs.get("query_offset")
+    if np.ndim(offset) == 1:
+        for b in range(len(offset)):
+            changed = np.array(offset)
+            changed[b] += 1
+            yield _with(case, inputs, f"query_offset[batch element {b}]", "query_offset", changed)
+    else:
+        default = case.sizes["M"] - case.sizes["N"]
+        item = "query_offset, default" if offset is None else "query_offset, int"
+        yield _with(case, inputs, item, "query_offset", (default if offset is None else offset) + 1)
+
+
+def _configuration(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Every value of a field that the corpus has, in place of every other that makes a difference there."""
+    config = case.config
+    idle = {
+        "window_unit": config["window"] is None,
+        "rope_pairing": config["rope"] == "none",
+        "rope_theta": config["rope"] == "none",
+        "rope": case.sizes["d"] % 2 == 1,  # [ROPE-6]
+    }
+    others: dict[str, Sequence[Any]] = {
+        field: [value for value in values if value != config[field]] for field, values in CHOICES.items()
+    }
+    base, W = AttentionConfig().rope_theta, config["window"]
+    scale = AttentionConfig.from_dict(config).resolve_scale(case.sizes["d"])
+    others["rope_theta"] = [10000.0 if config["rope_theta"] == base else base]
+    others["scale"] = [2.0 * scale if scale < 1 else scale / 2.0]
+    others["window"] = [1] if W is None else [2, None] if W == 1 else [*{1, W // 2}, None]
+    for field, values in others.items():
+        for value in () if idle.get(field) else values:
+            was = config[field]
+            item = f"{field} {was!r}, not {value!r}" if field in CHOICES else f"{field} {was!r}"
+            yield Change(item, inputs, {**config, field: value})
+
+
+def _with(case: Case, inputs: Inputs, item: str, name: str, value: Any) -> Change:
+    return Change(item, {**inputs, name: value}, case.config)
