@@ -134,8 +134,12 @@ def iha(context: click.Context) -> None:
     \b
     iha run                          everything that is installed
     iha run --target port:attention  your own function, in ./port.py
+    iha run --exec "./port"          your own command, in any language
     iha case                         the cases, a line each
     iha case ID                      what a case is, and the answer it expects
+    iha self-test                    whether the suite catches what it should
+    iha vectors export DIR           the cases as files, for a port on another machine
+    iha vectors check DIR OUT_DIR    judge the files that it wrote
     """
     if context.invoked_subcommand is None:
         raise click.UsageError(
@@ -164,6 +168,15 @@ def iha(context: click.Context) -> None:
     " NotImplementedError. fn.capabilities = {'invalid'} asks for the cases of bad input, too. Repeatable.",
 )
 @click.option(
+    "--exec",
+    "commands",
+    multiple=True,
+    metavar="'CMD ARGS'",
+    help="A command in any language, run once as CMD ARGS IN_DIR OUT_DIR, without a shell, in the working"
+    " directory. IN_DIR has one safetensors file for each case and dtype; for each it writes one of the same"
+    " name to OUT_DIR, or NAME.skip with the reason for refusing it (SPEC.md 8.1). Repeatable.",
+)
+@click.option(
     "--device",
     metavar="NAME",
     help="Device of the backends, in the framework's word: cuda, gpu, tpu, mps. Default: cpu.",
@@ -172,8 +185,8 @@ def iha(context: click.Context) -> None:
     "--precision",
     metavar="CLASS",
     help="Precision class of the products: highest, tf32, bf16x3 or bf16x1. It is set for backends, declared"
-    " for callables, and its limits judge both. Default: what the environment has set, judged by the limits"
-    " of highest.",
+    " for callables and commands, and its limits judge all. Default: what the environment has set, judged by"
+    " the limits of highest.",
 )
 @click.option(
     "--dtype", multiple=True, metavar="NAME", help="Only float64, float32, float16 or bfloat16. Repeatable."
@@ -188,7 +201,8 @@ def iha(context: click.Context) -> None:
     show_default=True,
     metavar="SECONDS",
     help="Time for one case, which is computed twice; after that it fails and its process is ended. After"
-    " three such cases in a row the target is not run any more and fails the rest.",
+    " three such cases in a row the target is not run any more and fails the rest. A command is ended if it"
+    " writes no new file for that long; the cases without one fail.",
 )
 @click.option("--json", "json_name", metavar="FILE", help="Write the report as JSON, whole or not at all.")
 @click.option(
@@ -200,6 +214,7 @@ def iha(context: click.Context) -> None:
 def run(
     backends: tuple[str, ...],
     callables: tuple[str, ...],
+    commands: tuple[str, ...],
     device: str | None,
     precision: str | None,
     dtype: tuple[str, ...],
@@ -213,7 +228,7 @@ def run(
     """Run the suite and judge every result.
 
     Every case is run twice, in a process of the target's own: one that crashes or hangs fails that
-    case only.
+    case only. A command is run once for all cases, and what it has not written when it ends has failed.
 
     Exit status: 0 if every executed case passed, 1 if one failed, 2 for an error of usage or of the
     kit itself, such as a backend that is not installed or no case executed.
@@ -226,6 +241,7 @@ def run(
             Options(
                 backends=backends,
                 callables=callables,
+                commands=commands,
                 device=device,
                 precision=precision,
                 filters=Filters(dtype=dtype, family=family, case=case_ids, quick=quick),
@@ -275,3 +291,128 @@ def case(case_id: str | None, dtype: str | None, family: tuple[str, ...], json_n
         output.write(shown.render())
         output.flush()
     return PASSED
+
+
+@iha.group(invoke_without_command=True)
+@click.pass_context
+def vectors(context: click.Context) -> None:
+    """Test vectors: the cases as files, for ports that run elsewhere.
+
+    `export` writes them, a port reads DIR/inputs and writes a folder of results, `check` judges it. The
+    files are those of `iha run --exec` (SPEC.md chapter 8).
+    """
+    if context.invoked_subcommand is None:
+        names = " or ".join(f"vectors {name}" for name in vectors.commands)
+        raise click.UsageError(f"expected a command, {names} (see iha vectors --help), got none")
+
+
+@vectors.command()
+@click.argument("folder", metavar="DIR")
+@click.option(
+    "--dtype", multiple=True, metavar="NAME", help="Only float64, float32, float16 or bfloat16. Repeatable."
+)
+@click.option("--family", multiple=True, metavar="NAME", help="Only cases of this family. Repeatable.")
+@click.option("--case", "case_ids", multiple=True, metavar="ID", help="Only this case. Repeatable.")
+@click.option("--quick", is_flag=True, help="Only the quick cases.")
+@click.option(
+    "--stage",
+    "stages",
+    multiple=True,
+    metavar="NAME",
+    help="Only expected values of this stage, and of the output. Repeatable. Default: all stages, half a"
+    " gigabyte for the whole corpus.",
+)
+@click.option(
+    "--check",
+    "checking",
+    is_flag=True,
+    help="Write nothing; compare DIR with what this machine makes, of the cases and stages that DIR has"
+    " unless others are named.",
+)
+@click.option("--json", "json_name", metavar="FILE", help="Write the outcome as JSON.")
+def export(
+    folder: str,
+    dtype: tuple[str, ...],
+    family: tuple[str, ...],
+    case_ids: tuple[str, ...],
+    quick: bool,
+    stages: tuple[str, ...],
+    checking: bool,
+    json_name: str | None,
+) -> int:
+    """Write the cases as files into DIR.
+
+    DIR/inputs has what a port is given: run it as CMD DIR/inputs OUT_DIR. DIR/expected has exact values and
+    limits, in files of the same names, and DIR/manifest.json says what there is, and hashes. An earlier
+    export in DIR is replaced; anything else there is an error. Cases of bad input cannot be files.
+
+    Exit status: 0; with --check, 1 if DIR differs. 2 for an error of usage or of the kit itself.
+    """
+    with _faults_in_one_line():
+        from iha_conformance.report.json_report import open_json
+        from iha_conformance.report.output import Output
+        from iha_conformance.selection import Filters
+        from iha_conformance.vectors.export import export as write
+        from iha_conformance.vectors.verify import Checked, verify
+
+        filters = Filters(dtype=dtype, family=family, case=case_ids, quick=quick)
+        with open_json(json_name) as file:
+            outcome = (verify if checking else write)(folder, filters, stages)
+            if file is not None:
+                file.write(outcome.as_json())
+        output = Output(sys.stdout)
+        output.write(outcome.render())
+        output.flush()
+    return FAILED if isinstance(outcome, Checked) and outcome.differences else PASSED
+
+
+@vectors.command()
+@click.argument("folder", metavar="DIR")
+@click.argument("results", metavar="OUT_DIR")
+@click.option(
+    "--precision",
+    metavar="CLASS",
+    help="Precision class of the products, declared for the port: highest, tf32, bf16x3 or bf16x1. Its limits"
+    " judge. Default: undeclared, judged by the limits of highest.",
+)
+@click.option("--json", "json_name", metavar="FILE", help="Write the report as JSON, whole or not at all.")
+@click.option("--junit", "junit_name", metavar="FILE", help="Write the report as JUnit XML.")
+def check(
+    folder: str, results: str, precision: str | None, json_name: str | None, junit_name: str | None
+) -> int:
+    """Judge what a port wrote to OUT_DIR for the inputs in DIR.
+
+    What is expected is computed anew, never read from DIR, and the inputs there have to be those that this
+    kit makes. The report is that of `iha run`.
+
+    Exit status: 0 if every executed case passed, 1 if one failed or has no file, 2 for an error of usage,
+    of the vectors in DIR or of the kit itself.
+    """
+    with _faults_in_one_line():
+        from iha_conformance.vectors.check import check_command
+
+        passed = check_command(
+            folder, results, precision=precision, json_name=json_name, junit_name=junit_name
+        )
+    return PASSED if passed else FAILED
+
+
+@iha.command("self-test")
+@click.option(
+    "--dtype", multiple=True, metavar="NAME", help="Only float64, float32, float16 or bfloat16. Repeatable."
+)
+@click.option("--json", "json_name", metavar="FILE", help="Write the outcome as JSON, whole or not at all.")
+def self_test(dtype: tuple[str, ...], json_name: str | None) -> int:
+    """Prove that the suite judges well, in a minute or two.
+
+    Honest implementations that differ in legitimate ways, each installed framework's kernel among them, have
+    to stay at or under half of every limit. Known-wrong ones have to exceed twice a limit somewhere, in every
+    dtype. Every argument, parameter index and configuration value has to move some output by ten limits.
+
+    Exit status: 0 if all that holds, 1 if not, 2 for an error of usage or of the kit itself.
+    """
+    with _faults_in_one_line():
+        from iha_conformance.power.command import self_test_command
+
+        passed = self_test_command(dtype, json_name=json_name)
+    return PASSED if passed else FAILED

@@ -1,4 +1,7 @@
-"""What `iha run` does, from the names on its command line to the printed report."""
+"""What `iha run` does, from the names on its command line to the printed report.
+
+Other commands that judge results share its second half, `judge_targets`.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from iha_conformance.corpus import check_frozen, corpus_sha256, load_cases
 from iha_conformance.errors import CommandError, unknown
 from iha_conformance.judge import expect
-from iha_conformance.protocol import TargetUnavailable
+from iha_conformance.protocol import Target, TargetUnavailable
 from iha_conformance.report.files import check_distinct, open_report
 from iha_conformance.report.json_report import as_json, open_json
 from iha_conformance.report.junit import as_junit
 from iha_conformance.report.terminal import ProgressBar, print_report
-from iha_conformance.runner import Suite, TargetReport, run_suite
+from iha_conformance.runner import Pair, Suite, TargetReport, run_suite
 from iha_conformance.selection import Filters, select
 from iha_conformance.targets.backends import (
     ARRAY_API,
@@ -30,6 +34,8 @@ from iha_conformance.targets.backends import (
     missing_module,
 )
 from iha_conformance.targets.callables import split_name
+from iha_conformance.targets.exec import ExecTarget, split_command
+from iha_conformance.targets.folder import FolderTarget
 from iha_conformance.targets.messages import Launch
 from iha_conformance.targets.process import ProcessTarget
 from iha_core import SPEC_VERSION
@@ -42,6 +48,7 @@ class Options:
 
     backends: tuple[str, ...] = ()
     callables: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
     device: str | None = None
     precision: str | None = None
     filters: Filters = dataclasses.field(default_factory=Filters)
@@ -59,7 +66,7 @@ class Plan:
 
 
 def run_command(options: Options) -> bool:
-    """Run the suite, write and print the report; returns whether every executed case passed.
+    """Run the suite on what is asked for; returns whether every executed case passed.
 
     Raises:
         CommandError: something asked for does not exist, or nothing was executed.
@@ -72,14 +79,32 @@ def run_command(options: Options) -> bool:
     check_distinct({"--json": options.json_name, "--junit": options.junit_name})
     pairs = select(load_cases(), options.filters)
     check_frozen(case for case, _ in pairs)
-    plan = plan_targets(options.backends, options.callables, options.device, options.precision)
+    plan = plan_targets(
+        options.backends, options.callables, options.device, options.precision, options.commands
+    )
+    return judge_targets(plan, pairs, options)
+
+
+def judge_targets(plan: Plan, pairs: Sequence[Pair], options: Options) -> bool:
+    """Hold targets to cases, write and print the report; returns whether every executed case passed.
+
+    Args:
+        plan: what to launch.
+        pairs: the cases and dtypes.
+        options: how; `filters` are what the report says of the cases.
+
+    Raises:
+        CommandError: a report cannot be written, or nothing was executed.
+        TargetUnavailable: a target cannot be launched.
+        HarnessError: the kit failed.
+    """
     suite = Suite(expect=functools.partial(expect, precision=options.precision or HIGHEST))
     with contextlib.ExitStack() as stack:
         json_file = stack.enter_context(open_json(options.json_name))
         junit_file = stack.enter_context(open_report(options.junit_name, option="--junit"))
         targets = []
         for launch in plan.launches:  # all at once, so that their imports overlap
-            target = ProcessTarget(launch, timeout=options.timeout)
+            target = start(launch, timeout=options.timeout)
             stack.callback(target.close)
             targets.append(target)
         absent = list(plan.absent)
@@ -89,7 +114,7 @@ def run_command(options: Options) -> bool:
             ProgressBar(sys.stderr, [target.name for target in targets], len(pairs))
         )
         reports = run_suite(targets, pairs, suite=suite, on_row=progress.on_row)
-        fault = nothing_executed(reports, options.callables)
+        fault = nothing_executed(reports, [target.launch for target in targets])
         of = {"spec_version": SPEC_VERSION, "corpus_sha256": corpus_sha256()}
         # Before anything is printed: a reader that leaves must not cost a report.
         if json_file is not None:
@@ -113,7 +138,31 @@ def run_command(options: Options) -> bool:
     return True
 
 
-def having_device(targets: Sequence[ProcessTarget], device: str, absent: list[str]) -> list[ProcessTarget]:
+class LaunchedTarget(Target, Protocol):
+    """A target, and what it was launched by."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def launch(self) -> Launch: ...
+
+
+def start(launch: Launch, *, timeout: float) -> LaunchedTarget:
+    """The target that is to be launched, started if it is one that starts before its first job.
+
+    Raises:
+        CommandError: a command that is none.
+        TargetUnavailable: a command of a program that does not exist.
+    """
+    if launch.kind == "exec":
+        return ExecTarget(launch, timeout=timeout)
+    if launch.kind == "files":
+        return FolderTarget(launch)
+    return ProcessTarget(launch, timeout=timeout)
+
+
+def having_device(targets: Sequence[LaunchedTarget], device: str, absent: list[str]) -> list[LaunchedTarget]:
     """The targets, none of which was asked for by name, that have the device; a line for each other one.
 
     Raises:
@@ -134,40 +183,44 @@ def having_device(targets: Sequence[ProcessTarget], device: str, absent: list[st
     return found
 
 
-def nothing_executed(reports: Sequence[TargetReport], callables: Sequence[str]) -> str | None:
-    """Why a run says nothing: nothing was executed, by any target or by one of the callables."""
-    idle = [report.info.name for report in reports if not report.summary.executed]
+def nothing_executed(reports: Sequence[TargetReport], launches: Sequence[Launch]) -> str | None:
+    """Why a run says nothing: nothing was executed, by any target or by one that is the user's own."""
+    idle = [launch for report, launch in zip(reports, launches, strict=True) if not report.summary.executed]
     if len(idle) == len(reports):
         return "expected at least one executed case, got 0: all were refused or do not apply"
-    for name in idle:
-        if name in callables:
-            return f"target {name!r}: expected at least one executed case, got 0"
+    for launch in idle:
+        if launch.kind != "backend":
+            return f"target {launch.name!r}: expected at least one executed case, got 0"
     return None
 
 
 def plan_targets(
-    backends: Sequence[str], callables: Sequence[str], device: str | None, precision: str | None = None
+    backends: Sequence[str],
+    callables: Sequence[str],
+    device: str | None,
+    precision: str | None = None,
+    commands: Sequence[str] = (),
 ) -> Plan:
     """Names on the command line as targets to launch.
 
     A backend that is asked for by name must be installed; one that is merely among the known ones
     is left out with a line that says so.
     """
-    if precision is not None and precision not in precision_classes():
-        raise unknown("--precision", precision, precision_classes())
+    check_precision(precision)
     if device == "":
         raise CommandError("--device: expected the name of a device, such as cpu, got ''")
-    if device is not None and callables and not backends:
+    own = (*callables, *commands)
+    if device is not None and own and not backends:
         raise CommandError(
-            f"--device: expected a backend that it applies to, got only callables for {device!r}"
+            f"--device: expected a backend that it applies to, got only callables or commands for {device!r}"
         )
     absent: list[str] = []
     names: list[str] = []
-    if not backends and not callables:
+    if not backends and not own:
         names += _installed(known_targets(), device, absent)
         if not names:
             raise CommandError(
-                "expected an installed backend or a --target, found none: " + "; ".join(absent)
+                "expected an installed backend or a --target or --exec, found none: " + "; ".join(absent)
             )
     for asked in backends:
         name = canonical_name(asked)
@@ -194,7 +247,20 @@ def plan_targets(
     for name in dict.fromkeys(callables):
         split_name(name)
         launches.append(Launch(kind="callable", name=name, precision=precision, directory=_directory()))
+    for name in dict.fromkeys(commands):
+        split_command(name)
+        launches.append(Launch(kind="exec", name=name, precision=precision))
     return Plan(tuple(launches), tuple(absent))
+
+
+def check_precision(precision: str | None) -> None:
+    """Refuse a precision class that is none.
+
+    Raises:
+        CommandError: it is unknown.
+    """
+    if precision is not None and precision not in precision_classes():
+        raise unknown("--precision", precision, precision_classes())
 
 
 def _directory() -> str:

@@ -1,7 +1,7 @@
 """What the runner, the targets and the judge say to each other.
 
 A target is anything that can be held to the specification: a backend of this project, a Python
-callable, and later a command or a folder of results. The runner knows only this protocol and never
+callable, a command or a folder of results. The runner knows only this protocol and never
 asks which kind it has.
 """
 
@@ -29,7 +29,7 @@ UNDECLARED = "undeclared"
 """Precision class of a target that cannot be asked for it."""
 
 ResultKind = Literal["arrays", "refused", "not_applicable", "failed"]
-FailureKind = Literal["raised", "crashed", "hung", "wrong shape", "missing"]
+FailureKind = Literal["raised", "crashed", "hung", "wrong shape", "missing", "unreadable"]
 Status = Literal["passed", "failed", "skipped", "refused", "not_applicable"]
 
 
@@ -131,6 +131,11 @@ class Target(Protocol):
 
     @property
     def capabilities(self) -> frozenset[str]: ...
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it takes all jobs before it gives the first result, as a command that is run once."""
+        ...
 
     def evaluate(self, jobs: Iterable[Job]) -> Iterator[Result]:
         """Carry out the jobs in order; one result each, whatever happens to the target."""

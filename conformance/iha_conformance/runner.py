@@ -152,6 +152,22 @@ def run_suite(
     return run.reports()
 
 
+def make_job(case: Case, dtype: str, inputs: Inputs) -> Job:
+    """The call that a case asks a target to make."""
+    wanted: tuple[str, ...] = STAGES if case.invalid is None else ("output",)
+    if case.config.get("normalisation") == "none":  # there is no lse ([LIN-1])
+        wanted = tuple(stage for stage in wanted if stage != "lse")
+    return Job(
+        case_id=case.id,
+        dtype=dtype,
+        inputs=inputs,
+        config=dict(case.config),
+        wanted=wanted,
+        layout=case.layout,
+        capability=case.capability,
+    )
+
+
 class _Run:
     """The state of one run. Everything but `_drive` and `_jobs` happens in the caller's thread."""
 
@@ -266,17 +282,10 @@ class _Run:
 
     def _jobs(self, target: int) -> Iterator[Job]:
         for index, (case, dtype) in enumerate(self._pairs):
-            if not self.pace.wait(target, index):
+            # One that takes all jobs first would wait for itself.
+            if not self.pace.wait(target, index, limited=not self._targets[target].takes_all):
                 return
-            yield Job(
-                case_id=case.id,
-                dtype=dtype,
-                inputs=self._inputs.get(index),
-                config=dict(case.config),
-                wanted=STAGES if case.invalid is None else ("output",),
-                layout=case.layout,
-                capability=case.capability,
-            )
+            yield make_job(case, dtype, self._inputs.get(index))
 
     def _build_inputs(self, index: int) -> Inputs:
         case, dtype = self._pairs[index]
@@ -323,10 +332,13 @@ class Pace:
             self._judged[target] += 1
             self._changed.notify_all()
 
-    def wait(self, target: int, case: int) -> bool:
-        """Wait until this target may begin this case; False if the run is over."""
+    def wait(self, target: int, case: int, *, limited: bool = True) -> bool:
+        """Wait until this target may begin this case; False if the run is over.
+
+        Unless it is limited it may begin at once.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or case < self.limit())
+            self._changed.wait_for(lambda: self._stopped or not limited or case < self.limit())
             return not self._stopped
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = ("iha_core", "iha_conformance", "iha_torch", "iha_jax", "iha_mlx", "iha_array_api")
 FRAMEWORKS = ("torch", "jax", "mlx", "array_api_strict", "array_api_compat")
+VECTORS = "iha_conformance/vectors/core/"
 QUICK = ("run", "--backend", "array-api:numpy", "--quick", "--dtype", "float32")
 
 pytest.importorskip("hatchling")
@@ -146,13 +147,15 @@ def test_the_wheel_has_what_it_needs_and_no_more(wheel):
     spec = {f"iha_core/spec_files/{name}" for name in names(ROOT / "spec")}
     expected = {f"{package}/py.typed" for package in PACKAGES} | spec
     expected |= {"iha_conformance/corpus/frozen.toml", "iha_conformance/suite/test_cases.py"}
+    expected |= {VECTORS + name for name in names(ROOT / "conformance" / VECTORS)}
+    assert f"{VECTORS}manifest.json" in expected
     assert expected <= found
     about = {name for name in found if ".dist-info/" in name}
     assert any(name.endswith("/licenses/LICENSE") for name in about)
     for name in found - about:
         assert name.startswith(tuple(f"{package}/" for package in PACKAGES)), name
-        assert name.endswith((".py", "/py.typed", ".toml")) or name in spec, name
-    tests = [name for name in found if re.search(r"(^|/)(tests?/|test_|doubles|oracles)", name)]
+        assert name.endswith((".py", "/py.typed", ".toml")) or name in spec or name.startswith(VECTORS), name
+    tests = [name for name in found if re.search(r"(^|/)(tests?/|test_|oracles)", name)]
     assert tests == ["iha_conformance/suite/test_cases.py"]
 
 

@@ -38,6 +38,7 @@ class FakeTarget:
     def __init__(self, answer, name: str = "fake", capabilities=frozenset()) -> None:
         self.info = TargetInfo(name=name, framework="f", version="0", device="cpu", precision="default")
         self.capabilities = capabilities
+        self.takes_all = False
         self.jobs = []
         self._answer = answer
 

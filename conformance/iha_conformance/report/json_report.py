@@ -24,7 +24,7 @@ def as_json(
     return {
         "spec_version": spec_version,
         "corpus_sha256": corpus_sha256,
-        "filters": _filters(filters),
+        "filters": filters_as_json(filters),
         "targets": [
             {
                 "target": dataclasses.asdict(report.info),
@@ -36,7 +36,8 @@ def as_json(
     }
 
 
-def _filters(filters: Filters) -> dict[str, Any] | None:
+def filters_as_json(filters: Filters) -> dict[str, Any] | None:
+    """What a run was limited to, None for the whole suite."""
     if not filters:
         return None
     named = {name: list(getattr(filters, name)) or None for name in ("dtype", "family", "case")}

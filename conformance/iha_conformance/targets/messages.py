@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from iha_conformance.protocol import Inputs, TargetInfo
+from iha_core import STAGES
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 Function = Callable[..., Any]
@@ -19,17 +21,19 @@ MAX_REASON = 500
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """First message to a worker: which target to load.
+    """Which target to launch; for a target in a worker, the first message to it.
 
     Attributes:
-        kind: which module of `targets` knows the target.
-        name: name of the target in reports: "torch", "array-api:numpy", "module:callable".
+        kind: which module of `targets` knows the target: `backends`, `callables`, `exec` or `folder`.
+        name: name of the target in reports: "torch", "array-api:numpy", "module:callable", a command, or
+            a folder of results.
         device: device asked for, None for the default one.
         precision: precision class asked for ([NUM-8]), None to leave it as the environment has it.
-        directory: working directory of the user; on the import path of callables.
+        directory: working directory of the user, on the import path of callables; for a folder of
+            results, that of the vectors.
     """
 
-    kind: Literal["backend", "callable"]
+    kind: Literal["backend", "callable", "exec", "files"]
     name: str
     device: str | None = None
     precision: str | None = None
@@ -84,6 +88,21 @@ class WrongReturnError(Exception):
     No TypeError, though reports call it one: it is raised by the kit, and must not pass for the
     refusal of bad input that some cases expect of a target.
     """
+
+
+def only_wanted(wanted: tuple[str, ...], arrays: Arrays) -> Arrays:
+    """What is wanted, and stages that nobody knows: the judge has to see misspelt names."""
+    return {stage: array for stage, array in arrays.items() if stage in wanted or stage not in STAGES}
+
+
+def how_it_ended(status: int) -> str:
+    """How a process ended, from its exit status as `subprocess` has it."""
+    if status >= 0:
+        return f"the process ended with exit status {status}"
+    try:
+        return f"the process was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"the process was ended by signal {-status}"
 
 
 def one_line(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from iha_conformance.protocol import FailureKind, Job, Result, TargetInfo, TargetUnavailable
-from iha_conformance.targets.messages import Launch, Ready, Unavailable
+from iha_conformance.targets.messages import Launch, Ready, Unavailable, how_it_ended
 
 MAX_HANGS = 3
 """Cases in a row that may hang; a target that always does would cost the time limit for each case."""
@@ -106,12 +106,7 @@ class Worker:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return "the process closed its pipe or sent something unreadable"
-        if code >= 0:
-            return f"the process ended with exit status {code}"
-        try:
-            return f"the process was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"the process was ended by signal {-code}"
+        return how_it_ended(code)
 
 
 class ProcessTarget:
@@ -123,6 +118,8 @@ class ProcessTarget:
         launch: what to load.
         timeout: seconds for one job, both runs of it.
     """
+
+    takes_all = False
 
     def __init__(self, launch: Launch, *, timeout: float) -> None:
         self.name = launch.name

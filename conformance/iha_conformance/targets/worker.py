@@ -22,7 +22,6 @@ from iha_conformance.corpus import apply_layout
 from iha_conformance.protocol import Inputs, Job, Result, TargetUnavailable
 from iha_conformance.targets.messages import (
     Adapter,
-    Arrays,
     Launch,
     OutputMissingError,
     Ready,
@@ -32,8 +31,8 @@ from iha_conformance.targets.messages import (
     class_names,
     describe,
     one_line,
+    only_wanted,
 )
-from iha_core import STAGES
 
 LINGER = 2.0
 """Seconds that a busy target is left alone after the parent is gone."""
@@ -117,17 +116,12 @@ def run_job(adapter: Adapter, job: Job) -> Result:
     same = all(_same_bits(arrays.get(stage), array) for stage, array in again.items())
     return result(
         kind="arrays",
-        arrays=_only(job.wanted, arrays),
+        arrays=only_wanted(job.wanted, arrays),
         kernel=kernel,
         repeatable=same,
-        rerun=None if same else _only(job.wanted, again),
+        rerun=None if same else only_wanted(job.wanted, again),
         seconds=seconds,
     )
-
-
-def _only(wanted: tuple[str, ...], arrays: Arrays) -> Arrays:
-    """What is wanted, and stages that nobody knows: the judge has to see misspelt names."""
-    return {stage: array for stage, array in arrays.items() if stage in wanted or stage not in STAGES}
 
 
 def _same_bits(first: np.ndarray[Any, Any] | None, second: np.ndarray[Any, Any]) -> bool:
