@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import itertools
 import re
 import subprocess
@@ -37,10 +38,12 @@ MAY_IMPORT = {
         "iha_conformance",
         "array_api_compat",
         "click",
+        "jsonschema",
         "ml_dtypes",
         "numpy",
         "pytest",  # under suite/ alone
         "rich",
+        "safetensors",
     },
 }
 SHARED_WITH_BACKENDS = {"iha_core.conditions", "iha_core.config", "iha_core.errors", "iha_core.validation"}
@@ -98,6 +101,23 @@ def test_the_specification_is_of_the_version_that_the_code_says() -> None:
     text = (ROOT / "spec" / "SPEC.md").read_text(encoding="utf-8")
     assert f"**IHA {iha_core.SPEC_VERSION}.**" in text
     assert f"specification {iha_core.SPEC_VERSION}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_text_of_every_version_stays() -> None:
+    """A change of the text is a new version, whose text is added beside the others."""
+    folder = ROOT / "spec" / "released"
+    listed = dict(
+        reversed(line.split()) for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    )
+    assert set(listed) == {path.name for path in folder.glob("*.md")}
+    for name, digest in listed.items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
+    versions = re.findall(r"specification (\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
+    assert {f"SPEC-{version}.md" for version in versions} == set(listed)
+    current = (folder / f"SPEC-{iha_core.SPEC_VERSION}.md").read_text(encoding="utf-8")
+    assert (ROOT / "spec" / "SPEC.md").read_text(encoding="utf-8") == current, (
+        "SPEC.md differs from the text of its version: raise it, or put its text into spec/released"
+    )
 
 
 def test_versions_agree() -> None:

@@ -12,6 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from pages import replace
+
 from iha_conformance.protocol import DTYPES
 
 BEGIN = "<!-- support table: made by `make readme`, do not edit -->"
@@ -51,13 +53,7 @@ def _cell(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Replace what stands between the markers."""
     report, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    text = readme.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not rest or not after:
-        sys.exit(f"{readme}: expected the lines {BEGIN!r} and {END!r}")
-    made = table(json.loads(report.read_text(encoding="utf-8")))
-    readme.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+    replace(readme, BEGIN, END, table(json.loads(report.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
