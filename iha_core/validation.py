@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray  # by name: numpy loads it late, and a signal may come in between
 
 from iha_core.config import AttentionConfig, CollapseKind
 from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError, ShapeError
@@ -192,7 +193,7 @@ def _rank(argument: str, array: Any) -> int:
     is_array = hasattr(array, "dtype") and hasattr(getattr(array, "shape", None), "__len__")
     if not is_array or isinstance(array, type):
         raise ArgumentTypeError(argument, "", expected="an array", found=type(array).__name__)
-    if isinstance(array, (np.matrix, np.ma.MaskedArray)):
+    if isinstance(array, (np.matrix, MaskedArray)):
         # Their own rules of shape and arithmetic would change the result, or lose the mask.
         raise ArgumentTypeError(argument, "", expected="a plain array", found=type(array).__name__)
     return len(array.shape)

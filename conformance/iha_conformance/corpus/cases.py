@@ -34,6 +34,7 @@ FAMILIES = (
     "gain",
     "accumulation",
     "tiles",
+    "pairs",
     "invalid",
 )
 """Families in the order of reports."""

@@ -188,8 +188,8 @@ def lanes(case_id: str, z: Sizes) -> Tensors:
     """Every lane of q and k decides alone, for some query, which key is taken.
 
     Query n of head h has lane n + N*h (mod d) alone, where keys hold a permutation of 0 ... M-1 of the lane's
-    own, times 16: logits are 64 apart, so attention is one-hot, exactly. Needs H*N >= d = 16, the default
-    scale, no RoPE and no mask.
+    own, times 16: logits are 64 apart, so attention is one-hot, exactly. Needs H*N >= d = 16, M no multiple
+    of 3, the default scale, no RoPE and no mask.
     """
     tensors = _identity(z)
     n, h, j, m = (np.arange(z[letter]) for letter in ("N", "H", "d", "M"))
