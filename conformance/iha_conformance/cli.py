@@ -344,7 +344,8 @@ def export(
 
     DIR/inputs has what a port is given: run it as CMD DIR/inputs OUT_DIR. DIR/expected has exact values and
     limits, in files of the same names, and DIR/manifest.json says what there is, and hashes. An earlier
-    export in DIR is replaced; anything else there is an error. Cases of bad input cannot be files.
+    export in DIR is replaced, as a whole, for which its parent folder has to be writable; anything else
+    there is an error, and so is a report inside DIR. Cases of bad input cannot be files.
 
     Exit status: 0; with --check, 1 if DIR differs. 2 for an error of usage or of the kit itself.
     """
@@ -353,9 +354,11 @@ def export(
         from iha_conformance.report.output import Output
         from iha_conformance.selection import Filters
         from iha_conformance.vectors.export import export as write
+        from iha_conformance.vectors.places import check_outside
         from iha_conformance.vectors.verify import Checked, verify
 
         filters = Filters(dtype=dtype, family=family, case=case_ids, quick=quick)
+        check_outside(folder, {"--json": json_name})
         with open_json(json_name) as file:
             outcome = (verify if checking else write)(folder, filters, stages)
             if file is not None:
@@ -383,7 +386,9 @@ def check(
     """Judge what a port wrote to OUT_DIR for the inputs in DIR.
 
     What is expected is computed anew, never read from DIR, and the inputs there have to be those that this
-    kit makes. The report is that of `iha run`.
+    kit makes. The report is that of `iha run`. Whatever lies in OUT_DIR is judged, also files of an earlier
+    run: empty it before. The exit status of the port is not seen here, and is the caller's to look at: a
+    port that ends with another one than 0 has failed.
 
     Exit status: 0 if every executed case passed, 1 if one failed or has no file, 2 for an error of usage,
     of the vectors in DIR or of the kit itself.
@@ -403,11 +408,12 @@ def check(
 )
 @click.option("--json", "json_name", metavar="FILE", help="Write the outcome as JSON, whole or not at all.")
 def self_test(dtype: tuple[str, ...], json_name: str | None) -> int:
-    """Prove that the suite judges well, in a minute or two.
+    """Prove that the suite judges well, in a few minutes.
 
     Honest implementations that differ in legitimate ways, each installed framework's kernel among them, have
-    to stay at or under half of every limit. Known-wrong ones have to exceed twice a limit somewhere, in every
-    dtype. Every argument, parameter index and configuration value has to move some output by ten limits.
+    to stay at or under half of every limit. Known-wrong ones have to exceed two limits somewhere, in every
+    dtype that can show them. Every argument, parameter index and configuration value has to move some output
+    by ten limits.
 
     Exit status: 0 if all that holds, 1 if not, 2 for an error of usage or of the kit itself.
     """

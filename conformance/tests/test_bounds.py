@@ -16,8 +16,8 @@ import pytest
 from test_reference import Case, normal_tensors, random_case
 
 from iha_conformance.corpus.streams import cast
+from iha_conformance.power.outcome import HALF
 from iha_conformance.power.port import ROUNDINGS, Port
-from iha_conformance.power.self_test import HALF
 from iha_core import AttentionConfig
 from iha_core.bounds import Limits, arithmetic, derive_limits, limits, statistics
 from iha_core.config import Rope

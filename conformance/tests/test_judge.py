@@ -369,7 +369,7 @@ def test_every_companion_judges(kind: str) -> None:
     ],
 )
 def test_a_fault_is_caught_where_it_starts(name: str, stage: str) -> None:
-    """The stages of a faulty port: the judge names the first that the fault touches."""
+    """The stages of a mutant: the judge names the first that the fault touches."""
     case, mutant = case_of("core/paper"), MUTANTS[name]
     port = Port("once", stages=True, replace={mutant.step: mutant.function})
     arrays = port(build_inputs(case, "float32"), case.config)

@@ -17,8 +17,8 @@ from iha_conformance.power.honest import HONEST
 from iha_conformance.power.measure import Problem, corpus, excess, stages, verdict
 from iha_conformance.power.mutants import MUTANTS
 from iha_conformance.power.mutants.registry import add, registered
+from iha_conformance.power.outcome import FEWEST_MUTANTS, HALF
 from iha_conformance.power.port import ROUNDINGS, STEPS, Port
-from iha_conformance.power.self_test import FEWEST_MUTANTS, HALF
 from iha_conformance.protocol import DTYPES
 from iha_core.reference import STAGES
 from iha_core.spec_files import spec_path

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from processes import wait_until_gone
 
 from iha_conformance import cli
 from iha_conformance.power import command
 from iha_conformance.power.must_bind import Bound
 from iha_conformance.power.mutants import MUTANTS
-from iha_conformance.power.self_test import Measured, Outcome
+from iha_conformance.power.outcome import Measured, Outcome
 from iha_conformance.report import power as report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +177,45 @@ def test_backends_are_among_the_honest(monkeypatch: pytest.MonkeyPatch) -> None:
 class NothingToClose:
     def close(self) -> None:
         pass
+
+
+def begin_self_test() -> tuple[subprocess.Popen[str], list[int]]:
+    """A self-test whose processes are at work, and their ids."""
+    arguments = [sys.executable, "-m", "iha_conformance", "self-test", "--dtype", "float32"]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        # The first is multiprocessing's own helper.
+        workers = [int(child) for child in children.read_text().split()[1:]]
+        if workers and all(b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers):
+            time.sleep(1.0)
+            return process, workers
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError("no process was started")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the processes")
+def test_a_process_ended_from_outside_is_one_line() -> None:
+    process, workers = begin_self_test()
+    os.kill(workers[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert error == (
+        "iha: error: fault of the kit: a process of the self-test was ended from outside (out of memory?)\n"
+    )
+    for pid in workers:
+        wait_until_gone(pid)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the processes")
+def test_processes_end_with_their_parent() -> None:
+    process, workers = begin_self_test()
+    process.kill()
+    process.communicate(timeout=60)
+    for pid in workers:
+        wait_until_gone(pid, seconds=30)
 
 
 @pytest.mark.requirement("NUM-4", "NUM-5", "NUM-6")

@@ -30,8 +30,8 @@ from iha_conformance.power.honest import HONEST, RotatedBeforeMixing
 from iha_conformance.power.measure import Problem, excess, mutant_ratio, stages
 from iha_conformance.power.measure import verdict as verdict_on
 from iha_conformance.power.mutants import MUTANTS
-from iha_conformance.power.port import ROUNDINGS, Port, Rounding, nearest
-from iha_conformance.power.self_test import CAUGHT, HALF
+from iha_conformance.power.outcome import CAUGHT, HALF
+from iha_conformance.power.port import ROUNDINGS, Port, Rounding, to_bits
 from iha_conformance.protocol import DTYPES, Verdict
 from iha_core import AttentionConfig
 from iha_core.bounds import HIGHEST, Limits, arithmetic, derive_limits, limits, precision_classes
@@ -156,7 +156,7 @@ def test_no_product_is_further_off_than_its_class_allows(name: str) -> None:
     port = Port(precision=name)
     port.dtype = "float32"
     error = np.abs(port.multiply(lambda x, y: x * y, x, y) - x * y)
-    c_x, c_y = (np.where(nearest(z, BITS[name]) == z, 0.0, C[name]) for z in (x, y))
+    c_x, c_y = (np.where(to_bits(z, BITS[name]) == z, 0.0, C[name]) for z in (x, y))
     allowed = c_x + c_y + c_x * c_y
     assert np.all(error <= allowed * np.abs(x * y) * (1 + 2.0**-40))
     both = (c_x > 0) & (c_y > 0)
@@ -167,7 +167,7 @@ def test_no_product_is_further_off_than_its_class_allows(name: str) -> None:
 
 
 def nearest_each(x: Array, bits: Array) -> Array:
-    return np.concatenate([nearest(x[bits == b], b) for b in range(1, 24)])
+    return np.concatenate([to_bits(x[bits == b], b) for b in range(1, 24)])
 
 
 @pytest.mark.requirement("NUM-8")
@@ -357,7 +357,7 @@ def test_exact_cases_of_the_corpus_stay_sharp_in_tf32() -> None:
         arguments = problem(case.id, "float32", HIGHEST).inputs.values()
         inputs = [x for x in arguments if getattr(x, "dtype", None) == np.float32]
         operands = [highest.stages[stage] for stage in ("mixed_q", "mixed_k", "mixed_v", "virtual_out")]
-        if all(np.all((nearest(x, 11) == x) | ~np.isfinite(x)) for x in (*inputs, *operands)):
+        if all(np.all((to_bits(x, 11) == x) | ~np.isfinite(x)) for x in (*inputs, *operands)):
             np.testing.assert_array_equal(found.exact, highest.exact, err_msg=case.id)
             kept += bool(highest.exact.all())
     assert kept > 20
@@ -409,7 +409,7 @@ class Pushed(Port):
 
     def pushed(self, x: Array) -> Array:
         signs = self.rng.choice([-1.0, 1.0], x.shape) if self.signs is None else self.signs
-        rounds = nearest(x, BITS[self.precision]) != x
+        rounds = to_bits(x, BITS[self.precision]) != x
         return np.where(rounds, x * (1 + C[self.precision] * signs), x)
 
 
@@ -463,7 +463,7 @@ def test_angles_of_a_matrix_unit_are_a_fault(precision: str) -> None:
         if found is None:
             return None
         frequencies = np.array(port.config.rope_frequencies(port.dims.d))
-        return nearest(found[..., :1], BITS[precision]) * nearest(frequencies, BITS[precision])
+        return to_bits(found[..., :1], BITS[precision]) * to_bits(frequencies, BITS[precision])
 
     most = max(
         excess(verdict(Port("once", replace={"angles": turned}), case.id, "float32", precision))

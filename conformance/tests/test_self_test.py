@@ -23,8 +23,9 @@ from iha_conformance.power.honest import HONEST, OnlineSoftmax
 from iha_conformance.power.measure import Problem, corpus, mutant_ratio, ratio, stages
 from iha_conformance.power.must_bind import Bound
 from iha_conformance.power.mutants import MUTANTS, Mutant
+from iha_conformance.power.outcome import CAUGHT, Measured, Outcome
 from iha_conformance.power.port import ROUNDINGS, Port, Rounding
-from iha_conformance.power.self_test import BEYOND_DOUBT, CAUGHT, Measured, Outcome, examine
+from iha_conformance.power.self_test import BEYOND_DOUBT, examine
 from iha_conformance.protocol import Job, Result, TargetInfo
 from iha_core import AttentionConfig, attention
 

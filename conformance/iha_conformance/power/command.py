@@ -12,7 +12,8 @@ from iha_conformance.corpus import check_frozen, corpus_sha256
 from iha_conformance.errors import CommandError, unknown
 from iha_conformance.power.kernels import measure_targets
 from iha_conformance.power.measure import corpus
-from iha_conformance.power.self_test import Outcome, self_test
+from iha_conformance.power.outcome import Outcome
+from iha_conformance.power.self_test import self_test
 from iha_conformance.protocol import DTYPES
 from iha_conformance.report.json_report import open_json
 from iha_conformance.report.power import as_json, print_outcome
@@ -26,6 +27,10 @@ TIMEOUT = 120.0
 
 def self_test_command(dtypes: Sequence[str], *, json_name: str | None) -> bool:
     """Run the self-test, write and print its outcome; returns whether nothing speaks against the suite.
+
+    Args:
+        dtypes: those to run, all if empty.
+        json_name: file for the outcome, or None.
 
     Raises:
         CommandError: no such dtype, or a file that cannot be written.
@@ -44,7 +49,7 @@ def self_test_command(dtypes: Sequence[str], *, json_name: str | None) -> bool:
         if file is not None:
             file.write(as_json(outcome, spec_version=SPEC_VERSION, corpus_sha256=corpus_sha256()))
     print_outcome(sys.stdout, outcome, spec_version=SPEC_VERSION, notes=notes)
-    return not any(True for _ in outcome.faults())
+    return next(outcome.faults(), None) is None
 
 
 def _with_backends(outcome: Outcome) -> tuple[Outcome, list[str]]:

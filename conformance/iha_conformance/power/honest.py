@@ -1,7 +1,7 @@
 """Ports that differ from the reference in legitimate ways (SPEC.md 6.1), and must pass with room to spare.
 
-They work in the accumulator's format where the reference works in float64; tiled, split and reordered sums
-are those of the kernels that people really run.
+Some do their sums in the accumulator's format, others in the reference's float64 and round at its stages;
+tiled, split and reordered sums are those of the kernels that people really run.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class StoredTable(Port):
         return turned
 
 
-class NarrowMixing(Port):
+class FusedProjection(Port):
     """Mixing and collapse in the accumulator's format, as one product of all heads with the parameters.
 
     The heads of a token are one vector, and mixing is one projection of it, as when the parameters are
@@ -283,7 +283,7 @@ class SmallTiles(OnlineSoftmax):
 class SplitKeys(OnlineSoftmax):
     """Two ranges of keys attended to apart, as in decoding over split caches.
 
-    They are merged by their maxima and denominators: by a rounded lse they would be off by A*|lse| (6.3).
+    They are merged by their maxima and denominators: by a rounded lse they would be off by A*|lse| (6.1).
     """
 
     tile = 1 << 20
@@ -324,7 +324,7 @@ HONEST: Mapping[str, tuple[Callable[..., Port], Rounding]] = {
     "root of the scale on both sides": (RootOfScaleOnBothSides, "stages"),
     "scale on the queries": (ScaledQueries, "stages"),
     "RoPE table and products stored": (StoredTable, "stages"),
-    "fused projection in float32": (NarrowMixing, "stages"),
+    "fused projection in the accumulator": (FusedProjection, "stages"),
     "sums in order": (Accumulated, "once"),
     "sums in reverse": (Reversed, "stages"),
     "sums pairwise": (Pairwise, "stages"),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from iha_conformance.corpus import Case
 from iha_conformance.judge import Expectation, judge
 from iha_conformance.power.measure import corpus, excess
-from iha_conformance.power.self_test import Measured
+from iha_conformance.power.outcome import Measured
 from iha_conformance.protocol import Result, Target, Verdict
 from iha_conformance.runner import Suite, run_suite
 

@@ -7,7 +7,7 @@ configuration. It is *bound* in a dtype if changing it moves an output of some c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Change:
 
 def changes(case: Case, inputs: Inputs) -> Iterator[Change]:
     """Every item of a case, changed one at a time."""
-    for make in (_parameters, _tensors, _arguments, _offset, _configuration):
+    for make in (_parameters, _tensors, _arguments, _offset, _configuration, _pairs):
         yield from make(case, inputs)
 
 
@@ -61,7 +61,92 @@ def moves(problem: Problem, change: Change) -> bool:
     exact, limit = limits.stages["output"], limits.limits["output"]
     with np.errstate(all="ignore"):
         found = attention(**change.inputs, config=AttentionConfig.from_dict(change.config))
-        return bool(np.any(np.abs(found - exact) >= FACTOR * limit))
+        moved = np.isfinite(found) & (np.abs(found - exact) >= FACTOR * limit)
+        return bool(np.any(moved))
+
+
+Level = tuple[str, str]
+"""A feature and the value that it has."""
+
+LEVELS: Mapping[str, tuple[str, ...]] = {
+    "causal": ("virtual", "token", "none"),
+    "window": ("none", "virtual", "token"),
+    "rope": ("virtual", "token", "none"),
+    "rope_pairing": ("half", "adjacent"),
+    "normalisation": ("softmax", "none"),
+    "scale": ("default", "given"),
+    "collapse": ("global", "per head"),
+    "heads": ("equal", "grouped"),
+    "key_mask": ("given",),
+    "segment_ids": ("alone", "both"),
+    "positions": ("alone", "both"),
+    "query_offset": ("int", "list"),
+}
+"""What a case can combine; a port may get each right and two of them together wrong."""
+
+MEANINGLESS = {("rope_pairing", "rope"), ("positions", "rope")}
+"""Features that mean nothing beside another one's "none"."""
+
+
+def levels(case: Case) -> dict[str, str]:
+    """The features of a case."""
+    config, arguments = case.config, case.arguments
+    found = {name: config[name] for name in ("causal", "rope", "normalisation")}
+    if config["rope"] != "none":
+        found["rope_pairing"] = config["rope_pairing"]
+    found["window"] = "none" if config["window"] is None else config["window_unit"]
+    found["scale"] = "default" if config["scale"] is None else "given"
+    found["collapse"] = "per head" if case.parameters.get("collapse") == "per_head" else "global"
+    found["heads"] = "grouped" if case.sizes["G"] < case.sizes["H"] else "equal"
+    if "key_mask" in arguments:
+        found["key_mask"] = "given"
+    for name, keys in (("segment_ids", "kv_segment_ids"), ("positions", "kv_positions")):
+        if name in arguments:
+            found[name] = "both" if keys in arguments else "alone"
+    if "query_offset" in arguments:
+        found["query_offset"] = "int" if isinstance(arguments["query_offset"], int) else "list"
+    return found
+
+
+def meaningful(one: Level, other: Level) -> bool:
+    """Whether two features can have these values in one case, and the first still has an effect."""
+    (name, _), (beside, value) = one, other
+    return name != beside and not ((name, beside) in MEANINGLESS and value == "none")
+
+
+def pair_item(one: Level, other: Level) -> str:
+    """The item for a feature that has to matter beside another one."""
+    return f"{' '.join(one)} beside {' '.join(other)}"
+
+
+def all_pairs() -> Iterator[str]:
+    """The items of all features, each beside every value of every other one."""
+    every = [(name, value) for name, values in LEVELS.items() for value in values]
+    for one in every:
+        for other in every:
+            if meaningful(one, other) and meaningful(other, one):
+                yield pair_item(one, other)
+
+
+def _feature(item: str, case: Case) -> str:
+    """The feature that an item of a case is about; "" if it is about none."""
+    name = item.replace("[", " ").replace(",", " ").split()[0]
+    if name.startswith("alpha") and case.sizes["G"] < case.sizes["H"]:
+        return "heads" if name != "alpha_q" else ""
+    return {"window_unit": "window", "alpha_k": "heads", "alpha_v": "heads"}.get(name, name)
+
+
+def _pairs(case: Case, inputs: Inputs) -> Iterator[Change]:
+    """Every feature of a case changed, beside every other one that it has."""
+    found = levels(case)
+    for make in (_parameters, _arguments, _offset, _configuration):
+        for change in make(case, inputs):
+            name = _feature(change.item, case)
+            if name in found:
+                for other in found.items():
+                    if meaningful((name, found[name]), other):
+                        item = pair_item((name, found[name]), other)
+                        yield Change(item, change.inputs, change.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +157,17 @@ class Bound:
     unbound: tuple[str, ...]
 
 
-def bind(dtype: str, cases: Sequence[Case] | None = None) -> Bound:
-    """Try the items of these cases, by default of the whole corpus, until each has moved an output."""
-    bound: dict[str, bool] = {}
+def bind(dtype: str, cases: Sequence[Case] | None = None, expected: Iterable[str] | None = None) -> Bound:
+    """Try the items of cases until each has moved an output.
+
+    Args:
+        dtype: storage dtype.
+        cases: by default the whole corpus.
+        expected: items that there have to be; by default all pairs of features, if it is the whole corpus.
+    """
+    if expected is None:
+        expected = all_pairs() if cases is None else ()
+    bound = dict.fromkeys(expected, False)
     for case in corpus() if cases is None else cases:
         if dtype not in case.dtypes:
             continue
@@ -141,7 +234,7 @@ def _offset(case: Case, inputs: Inputs) -> Iterator[Change]:
 
 
 def _configuration(case: Case, inputs: Inputs) -> Iterator[Change]:
-    """Every value of a field that the corpus has, in place of every other that makes a difference there."""
+    """Every value of a field that the corpus has, in place of every other choice, or of some other number."""
     config = case.config
     idle = {
         "window_unit": config["window"] is None,

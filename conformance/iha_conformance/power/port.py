@@ -24,6 +24,8 @@ Masks = Mapping[str, Any]
 Side = Literal["q", "k", "v"]
 Rounding = Literal["once", "stages"]
 Replacement = Callable[..., Any]
+Trace = Sequence[Any]
+"""Results of the steps of a call, in order."""
 
 ROUNDINGS: tuple[Rounding, ...] = ("once", "stages")
 
@@ -49,14 +51,10 @@ STEPS = (
 """What may be replaced, in the order in which it happens; each is a method of `Port`."""
 
 
-def nearest(x: Any, bits: int) -> Any:
-    """Numbers with so many significant bits, of the dtype of x."""
+def to_bits(x: Any, bits: int) -> Any:
+    """x rounded to nearest with so many significant bits; shape and dtype of x."""
     significand, exponent = np.frexp(x)
     return np.ldexp(np.rint(np.ldexp(significand, bits)), exponent - bits).astype(x.dtype)
-
-
-Trace = Sequence[Any]
-"""Results of the steps of a call, in order."""
 
 
 def _same(ours: Any, theirs: Any) -> bool:
@@ -87,6 +85,9 @@ class Port:
         replace: functions by the name of the step that they replace.
         known: what the steps of an honest port gave for the same call and rounding (`record`). Steps are
             taken from there until a replaced one gives something else.
+
+    Raises:
+        ValueError: something else than a step is to be replaced.
 
     Attributes:
         deviates: whether, in the last call, a replaced step gave something else than `known` has.
@@ -133,9 +134,11 @@ class Port:
     # The steps.
 
     def change_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments as they are taken."""
         return inputs
 
     def change_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The configuration as it is taken."""
         return config
 
     def isolate(self, x: Array, key_mask: Booleans) -> Array:
@@ -143,6 +146,7 @@ class Port:
         return np.where(key_mask[:, :, None, None], x, 0.0)
 
     def mix(self, side: Side, x: Array, alpha: Array) -> Array:
+        """[MIX-1] to [MIX-4]: (B, N, source, width), (source, H, P) -> (B, T, H, width)."""
         return self.multiply(reference.mix, x, alpha)
 
     def order(self, x: Array, inverse: bool) -> Array:
@@ -150,37 +154,47 @@ class Port:
         return x
 
     def query_index(self, offset: Any) -> Integers:
+        """[ARG-1], [ARG-2]: (B, N)."""
         return reference.token_indices(self.dims, offset)[0]
 
     def angles(self, side: Side, position: Integers) -> Array | None:
+        """[POS-1] to [ROPE-5]: (B or 1, N) -> (B or 1, T, 1, d/2), None without RoPE."""
         return reference.rope_angles(position, self.dims, self.config)
 
     def rotate(self, side: Side, x: Array, angles: Array | None) -> Array:
+        """[ROPE-1]: (B, T, H, d), angles -> (B, T, H, d)."""
         return reference.rotate(x, angles, self.config)
 
     def visible(self, query_index: Integers, key_index: Integers, masks: Masks) -> Booleans:
+        """SPEC.md 3.2: (B, N), (M,) -> (B, T, S)."""
         return reference.visibility(query_index, key_index, self.dims, self.config, **masks)
 
     def scale(self) -> float:
+        """[LOG-2]."""
         return self.config.resolve_scale(self.dims.d)
 
     def products(self, q: Array, k: Array, scale: float) -> Array:
+        """[LOG-1]: (B, T, H, d), (B, S, H, d) -> (B, H, T, S)."""
         return self.multiply(lambda q, k: reference.scaled_products(q, k, scale), q, k)
 
     def softmax(self, logits: Array) -> tuple[Array, Array]:
+        """[SOFT-1] to [SOFT-3]: (B, H, T, S) -> weights alike, lse (B, H, T)."""
         return reference.softmax(logits)
 
     def weighted_sum(self, weights: Array, mixed_v: Array, visible: Booleans) -> Array:
-        if np.isfinite(mixed_v).all():  # hidden weights are 0, and nothing else keeps hidden values away
+        """(B, H, T, S), (B, S, H, e), (B, T, S) -> (B, T, H, e)."""
+        if np.isfinite(mixed_v).all():  # one matrix product, as no value has to be kept from a weight of 0
             return self.multiply(
                 lambda a, v: np.swapaxes(a @ np.swapaxes(v, 1, 2), 1, 2), weights * visible[:, None], mixed_v
             )
         return self.multiply(lambda a, v: reference.weighted_sum(a, v, visible), weights, mixed_v)
 
     def collapse(self, virtual_out: Array, R: Array) -> Array:
+        """[COL-1], [COL-2]: (B, T, H, e), R -> (B, N, H, e)."""
         return self.multiply(reference.collapse_heads, virtual_out, R)
 
     def change_output(self, output: Array) -> Array:
+        """The output as it is given."""
         return output
 
     # What steps are made of.
@@ -199,9 +213,9 @@ class Port:
             return product(x, y)
         if self.precision != "bf16x3":
             bits = {"tf32": 11, "bf16x1": 8}[self.precision]
-            return product(nearest(x, bits), nearest(y, bits))
-        high_x, high_y = nearest(x, 8), nearest(y, 8)
-        low_x, low_y = nearest(x - high_x, 8), nearest(y - high_y, 8)
+            return product(to_bits(x, bits), to_bits(y, bits))
+        high_x, high_y = to_bits(x, 8), to_bits(y, 8)
+        low_x, low_y = to_bits(x - high_x, 8), to_bits(y - high_y, 8)
         return product(high_x, high_y) + product(high_x, low_y) + product(low_x, high_y)
 
     # The operation.

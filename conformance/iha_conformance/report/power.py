@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -10,10 +11,14 @@ from rich.text import Text
 
 from iha_conformance.corpus.cases import FAMILIES
 from iha_conformance.power.mutants import MUTANTS
-from iha_conformance.power.self_test import BEYOND_DOUBT, CAUGHT, HALF, SEPARATION, Measured, Outcome
+from iha_conformance.power.outcome import CAUGHT, HALF, SEPARATION, Measured, Outcome
+from iha_conformance.power.self_test import BEYOND_DOUBT
 from iha_conformance.report.output import console
 
 Of = Mapping[str, Measured]
+
+COLUMN = 10
+"""Width of a column of numbers."""
 
 
 def as_json(outcome: Outcome, *, spec_version: str, corpus_sha256: str) -> dict[str, Any]:
@@ -87,16 +92,13 @@ def _lines(outcome: Outcome, spec_version: str, notes: Iterable[str]) -> Iterato
     yield f"IHA {spec_version}, self-test: {verdict}"
 
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-
-
 def _mutants(outcome: Outcome) -> Iterator[str]:
     """A row a mutant: in how many dtypes each family catches it, and the largest ratio in each dtype."""
     seen = {
         family for of in outcome.mutants.values() for measured in of.values() for family in measured.ratios
     }
     families = [family for family in FAMILIES if family in seen]
-    names = dict(zip(families, LETTERS, strict=False))
+    names = dict(zip(families, string.ascii_lowercase[: len(families)], strict=True))
     wide = max(map(len, outcome.mutants), default=0)
     yield "Families: " + ", ".join(f"{letter} {family}" for family, letter in names.items())
     yield f"Below them, in how many dtypes a family catches the mutant by {CAUGHT:g} limits or more, and its"
@@ -136,9 +138,6 @@ def _summary(outcome: Outcome) -> Iterator[str]:
     yield " " * wide + _columns(outcome.dtypes)
     for title, cells in rows.items():
         yield f"{title:<{wide}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)
-
-
-COLUMN = 10
 
 
 def _columns(dtypes: Sequence[str]) -> str:

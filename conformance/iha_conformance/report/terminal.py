@@ -11,7 +11,15 @@ from typing import Self, TextIO
 
 from rich.box import Box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -47,23 +55,17 @@ MAX_REQUIREMENTS = 3
 """Requirements that are named for a failed case; `iha case ID` names all."""
 
 
-class ProgressBar:
-    """Counts judged cases while a run goes on; shows nothing where the stream is no terminal."""
+class _Bar:
+    """A progress display; shows nothing where the stream is no terminal."""
 
-    def __init__(self, stream: TextIO | None, names: Sequence[str], total: int) -> None:
+    def __init__(self, stream: TextIO | None, *columns: ProgressColumn) -> None:
         output = console(stream)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[failed]} failed"),
-            TimeElapsedColumn(),
+            *columns,
             console=output,
             transient=True,
             disable=not output.is_terminal or output.is_dumb_terminal,
         )
-        self._failed = [0] * len(names)
-        self._tasks: list[TaskID] = [self._progress.add_task(name, total=total, failed=0) for name in names]
 
     def __enter__(self) -> Self:
         self._progress.__enter__()
@@ -73,6 +75,22 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.__exit__(kind, error, trace)
+
+
+class ProgressBar(_Bar):
+    """Counts judged cases while a run goes on."""
+
+    def __init__(self, stream: TextIO | None, names: Sequence[str], total: int) -> None:
+        super().__init__(
+            stream,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed"),
+            TimeElapsedColumn(),
+        )
+        self._failed = [0] * len(names)
+        self._tasks: list[TaskID] = [self._progress.add_task(name, total=total, failed=0) for name in names]
 
     def on_row(self, target: int, row: Row) -> None:
         """Count one more result."""
@@ -80,30 +98,18 @@ class ProgressBar:
         self._progress.update(self._tasks[target], advance=1, failed=self._failed[target])
 
 
-class PartsBar:
-    """Counts parts of some work; shows nothing where the stream is no terminal."""
+class PartsBar(_Bar):
+    """Counts parts of some work."""
 
     def __init__(self, stream: TextIO | None, name: str) -> None:
-        output = console(stream)
-        self._progress = Progress(
+        super().__init__(
+            stream,
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=output,
-            transient=True,
-            disable=not output.is_terminal or output.is_dumb_terminal,
         )
         self._task = self._progress.add_task(name, total=None)
-
-    def __enter__(self) -> Self:
-        self._progress.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.__exit__(kind, error, trace)
 
     def on_done(self, done: int, total: int) -> None:
         """So many of so many parts are done."""

@@ -12,13 +12,14 @@ from iha_conformance.power.mutants import (  # isort: skip
     masks,
     rotation,
     logits,
+    softmax,
     sums,
     collapse,
     outputs,
 )
 from iha_conformance.power.mutants.registry import Mutant, registered
 
-_PARTS = (mixing, order, arguments, masks, rotation, logits, sums, collapse, outputs)
+_PARTS = (mixing, order, arguments, masks, rotation, logits, softmax, sums, collapse, outputs)
 
 MUTANTS = registered()
 """All of them by name."""

@@ -57,7 +57,8 @@ def key_segments_ignored(port: Port, inputs: Inputs) -> Inputs:
     """The queries' segment ids used for the keys, repeated or cut to their number."""
     if "kv_segment_ids" not in inputs:
         return inputs
-    return inputs | {"kv_segment_ids": np.resize(inputs["segment_ids"], inputs["kv_segment_ids"].shape)}
+    B, M = inputs["kv_segment_ids"].shape
+    return inputs | {"kv_segment_ids": np.resize(inputs["segment_ids"].T, (M, B)).T}
 
 
 @mutant("kv_positions ignored", "ARG-4", step="change_inputs")

@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 
 from iha_conformance.power.mutants.registry import add, mutant
+from iha_conformance.power.mutants.shared import Config, other_value, wrapped
 from iha_conformance.power.port import Booleans, Integers, Masks, Port
 from iha_core import AttentionConfig, reference
-
-Config = dict[str, Any]
-
-
-def other_value(field: str, values: dict[Any, Any], port: Port, config: Config) -> Config:
-    """A value of the configuration taken for another one."""
-    return config | {field: values.get(config[field], config[field])}
-
 
 for _name, _requirement, _field, _values in (
     ("causal token for virtual", "MASK-1", "causal", {"virtual": "token"}),
@@ -33,7 +26,7 @@ for _name, _requirement, _field, _values in (
     add(_name, _requirement, step="change_config", function=partial(other_value, _field, _values))
 
 
-@mutant("window ignored", "WIN-1", "WIN-2", "CFG-2", step="change_config")
+@mutant("window ignored", "WIN-1", "WIN-2", step="change_config")
 def window_ignored(port: Port, config: Config) -> Config:
     return config | {"window": None}
 
@@ -131,46 +124,46 @@ def of_unit(unit: str) -> Callable[[AttentionConfig], bool]:
     return lambda config: config.window_unit == unit
 
 
-for _name, _requirement, _applies, _bound in (
+for _name, _requirements, _applies, _bound in (
     (
         "virtual window one wider (inclusive)",
-        "WIN-1",
+        ("WIN-1",),
         of_unit("virtual"),
         lambda W, port, at: distance(port, at, "virtual") < W * port.dims.P + 1,
     ),
     (
         "virtual window one narrower",
-        "WIN-1",
+        ("WIN-1",),
         of_unit("virtual"),
         lambda W, port, at: distance(port, at, "virtual") < W * port.dims.P - 1,
     ),
     (
         "virtual window of W virtual keys",
-        "WIN-1",
+        ("WIN-1",),
         of_unit("virtual"),
         lambda W, port, at: distance(port, at, "virtual") < W,
     ),
     (
         "token window one wider (inclusive)",
-        "WIN-2",
+        ("WIN-2",),
         of_unit("token"),
         lambda W, port, at: distance(port, at, "token") < W + 1,
     ),
     (
         "token window one narrower",
-        "WIN-2",
+        ("WIN-2",),
         of_unit("token"),
         lambda W, port, at: distance(port, at, "token") < W - 1,
     ),
     (
         "token window of W*P tokens",
-        "WIN-2",
+        ("WIN-2",),
         of_unit("token"),
         lambda W, port, at: distance(port, at, "token") < W * port.dims.P,
     ),
     (
         "window one-sided without causality",
-        "WIN-3",
+        ("WIN-3",),
         lambda config: config.causal == "none",
         lambda W, port, at: (
             at.t - at.s < W * port.dims.P if port.config.window_unit == "virtual" else at.n - at.m < W
@@ -178,35 +171,30 @@ for _name, _requirement, _applies, _bound in (
     ),
     (
         "virtual window hides later pseudo-keys of the own token",
-        "WIN-3",
+        ("WIN-3",),
         lambda config: config.causal == "token" and config.window_unit == "virtual",
         lambda W, port, at: (at.t - at.s < W * port.dims.P) & (at.s <= at.t),
     ),
     (
         "window counted from the last key",
-        "WIN-1",
+        ("WIN-1", "WIN-2"),
         lambda config: True,
         lambda W, port, at: at.s >= port.dims.S - W * port.dims.P,
     ),
     (
         "window in blocks",
-        "WIN-2",
+        ("WIN-2",),
         of_unit("token"),
         lambda W, port, at: at.n // W == at.m // W,
     ),
     (
         "W*P wraps at 32 bits",
-        "IDX-2",
+        ("IDX-2",),
         of_unit("virtual"),
         lambda W, port, at: distance(port, at, "virtual") < wrapped(W * port.dims.P),
     ),
 ):
-    add(_name, _requirement, step="visible", function=partial(changed_window, _applies, _bound))
-
-
-def wrapped(x: Any) -> Integers:
-    """An integer as 32 bits keep it."""
-    return np.asarray(x, dtype=np.int64).astype(np.int32).astype(np.int64)
+    add(_name, *_requirements, step="visible", function=partial(changed_window, _applies, _bound))
 
 
 @mutant("virtual indices wrap at 32 bits", "IDX-2", step="visible")

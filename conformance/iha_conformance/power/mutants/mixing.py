@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.registry import add, mutant
 from iha_conformance.power.port import Array, Port, Side
+from iha_core.validation import NARROW_DTYPES
 
 REQUIREMENT: dict[Side, str] = {"q": "MIX-1", "k": "MIX-2", "v": "MIX-3"}
 AXES = ("source", "target", "pseudo")
 WRONG_ORDERS = ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
-PARAMETERS = ("alpha_q", "alpha_k", "alpha_v", "collapse")
-NARROW = ("float16", "bfloat16")
 
 
 def exchanged_axes(
@@ -94,7 +94,7 @@ def first_pseudo_head(port: Port, side: Side, x: Array, alpha: Array) -> Array:
     "parameters rounded to storage",
     "TYP-2",
     step="change_inputs",
-    dtypes=NARROW,
+    dtypes=NARROW_DTYPES,
     because="parameters are wider than the storage dtype only where that has 16 bits",
 )
 def parameters_rounded(port: Port, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from iha_conformance.corpus.streams import cast
-from iha_conformance.power.mutants.masks import other_value, wrapped
 from iha_conformance.power.mutants.registry import add, mutant
+from iha_conformance.power.mutants.shared import other_value, wrapped
 from iha_conformance.power.port import Array, Booleans, Integers, Port, Side
 from iha_core import AttentionConfig, reference
 
@@ -25,7 +25,7 @@ for _name, _requirement, _field, _values in (
     add(_name, _requirement, step="change_config", function=partial(other_value, _field, _values))
 
 
-@mutant("rotated where rope is none", "POS-2", step="change_config")
+@mutant("rotated where rope is none", "POS-2", "CFG-2", step="change_config")
 def rotated_nevertheless(port: Port, config: dict[str, Any]) -> dict[str, Any]:
     """Where the width is even."""
     return config | {"rope": "virtual"} if config["rope"] == "none" and port.dims.d % 2 == 0 else config
@@ -34,6 +34,11 @@ def rotated_nevertheless(port: Port, config: dict[str, Any]) -> dict[str, Any]:
 @mutant("base 500000, whatever is configured", "ROPE-4", "CFG-1", step="change_config")
 def default_base(port: Port, config: dict[str, Any]) -> dict[str, Any]:
     return config | {"rope_theta": AttentionConfig().rope_theta}
+
+
+@mutant("base in float32", "ROPE-4", "ROPE-5", step="change_config")
+def narrow_base(port: Port, config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"rope_theta": float(np.float32(config["rope_theta"]))}
 
 
 @mutant("opposite rotation", "ROPE-1", step="angles")
@@ -73,9 +78,8 @@ def clamped_positions(port: Port, side: Side, position: Integers) -> Array | Non
     return port.angles(side, np.maximum(0, position))
 
 
-def from_positions(port: Port, virtual: Array | Integers) -> Array:
-    """Angles of the given virtual positions, (B, T) -> (B, T, 1, d/2)."""
-    frequencies = reference.rope_frequencies(port.dims.d, port.config.rope_theta)
+def from_positions(virtual: Array | Integers, frequencies: Array) -> Array:
+    """Angles of virtual positions, (B, T), (d/2,) -> (B, T, 1, d/2)."""
     return np.asarray(virtual, dtype=np.float64)[:, :, None, None] * frequencies
 
 
@@ -93,7 +97,8 @@ def changed_positions(
     """Virtual positions changed by a function (port, (B, T)) -> (B, T)."""
     if port.config.rope == "none":
         return None
-    return from_positions(port, change(port, virtual_positions(port, position)))
+    frequencies = reference.rope_frequencies(port.dims.d, port.config.rope_theta)
+    return from_positions(change(port, virtual_positions(port, position)), frequencies)
 
 
 for _name, _requirements, _change in (
@@ -141,7 +146,7 @@ def changed_frequencies(
     if port.config.rope == "none":
         return None
     frequencies = reference.rope_frequencies(port.dims.d, port.config.rope_theta)
-    return virtual_positions(port, position)[:, :, None, None] * change(port, frequencies)
+    return from_positions(virtual_positions(port, position), change(port, frequencies))
 
 
 def power(exponents: Callable[[Any, int], Array]) -> Callable[[Port, Array], Array]:
@@ -181,7 +186,7 @@ def not_in_place(port: Port, side: Side, x: Array, angles: Array | None) -> Arra
     return np.concatenate([turned[..., 0::2], turned[..., 1::2]], axis=-1)
 
 
-@mutant("only the first half of the lanes rotated", "ROPE-1", step="rotate")
+@mutant("only the first half of the pairs rotated", "ROPE-1", step="rotate")
 def partly_rotated(port: Port, side: Side, x: Array, angles: Array | None) -> Array:
     """Partial rotation: the later half of the pairs is left as it is."""
     if angles is None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from iha_conformance.corpus.streams import cast
-from iha_conformance.power.mutants.logits import exponentials, narrow
+from iha_conformance.power.mutants.logits import WIDE, narrow
 from iha_conformance.power.mutants.registry import mutant
+from iha_conformance.power.mutants.softmax import exponentials
 from iha_conformance.power.port import Array, Booleans, Port, Side
 
 
 def added(port: Port, terms: Array) -> Array:
     """Sum over the last axis, rounded to 16 bits after every term."""
-    sixteen = "bfloat16" if port.dtype == "bfloat16" else "float16"
     total = np.zeros(terms.shape[:-1])
     for i in range(terms.shape[-1]):
-        total = cast(total + terms[..., i], sixteen).astype(np.float64)
+        total = cast(total + terms[..., i], narrow(port.dtype)).astype(np.float64)
     return total
 
 
-@mutant("mixing summed in 16 bits", "NUM-1", "MIX-1", step="mix")
+@mutant("mixing summed in 16 bits", "NUM-1", step="mix")
 def narrow_mixing(port: Port, side: Side, x: Array, alpha: Array) -> Array:
     terms = np.einsum("bnsw,shp->bnphws", x, alpha)
     B, N, P, H, width, _ = terms.shape
@@ -64,7 +64,7 @@ def values_late(port: Port, weights: Array, mixed_v: Array, visible: Booleans) -
     return port.weighted_sum(weights, np.roll(mixed_v, 1, axis=1), visible)
 
 
-@mutant("values not mixed into pseudo-heads", "MIX-3", "OUT-1", step="weighted_sum")
+@mutant("value of pseudo-head 0 for all virtual keys", "MIX-3", "OUT-1", step="weighted_sum")
 def values_of_pseudo_head_zero(port: Port, weights: Array, mixed_v: Array, visible: Booleans) -> Array:
     """Every virtual key of a token with the value of its pseudo-head 0."""
     P = port.dims.P
@@ -73,7 +73,6 @@ def values_of_pseudo_head_zero(port: Port, weights: Array, mixed_v: Array, visib
 
 # What may be rounded to storage, rounded to 16 bits where storage is wider
 
-WIDE: tuple[str, ...] = ("float64", "float32")
 ALLOWED = "in 16-bit storage it is what [NUM-3] allows"
 
 
@@ -99,3 +98,18 @@ def narrow_rotated(port: Port, side: Side, x: Array, angles: Array | None) -> Ar
 @mutant("virtual outputs stored in 16 bits", "NUM-3", step="collapse", dtypes=WIDE, because=ALLOWED)
 def narrow_virtual_out(port: Port, virtual_out: Array, R: Array) -> Array:
     return port.collapse(stored_narrow(port, virtual_out), R)
+
+
+@mutant(
+    "virtual outputs truncated, not rounded",
+    "NUM-3",
+    step="weighted_sum",
+    dtypes=("float16", "bfloat16"),
+    because="in float32 and float64 one unit in the last place, all that it costs, is within every limit",
+)
+def truncated(port: Port, weights: Array, mixed_v: Array, visible: Booleans) -> Array:
+    """Towards zero, as cutting off the lower half of a binary32 does."""
+    out = port.weighted_sum(weights, mixed_v, visible)
+    stored = cast(out, port.dtype)
+    too_large = np.abs(stored.astype(np.float64)) > np.abs(out)
+    return np.where(too_large, np.nextafter(stored, stored.dtype.type(0)), stored).astype(np.float64)
