@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,23 @@ def test_a_file_without_a_case_fails_the_run():
 def test_a_command_may_take_its_folder_away():
     found = rows(target("lose_all"))
     assert {row.failure for row in found.values()} == {"missing"}
+
+
+def test_a_folder_that_cannot_be_listed_is_never_a_pass(monkeypatch):
+    """A port may take the right to list it away; who runs the tests may have all rights."""
+    real = os.scandir
+
+    def scandir(path="."):
+        if not isinstance(path, int) and os.path.basename(path) == "out":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found = rows(target("extra"))
+    assert {row.status for row in found.values()} == {"failed"}
+    assert {row.reason for row in found.values()} == {
+        "unreadable: cannot list the folder of results: Permission denied"
+    }
 
 
 # Ports that do not end well
@@ -440,6 +458,40 @@ def test_inputs_that_cannot_be_written_are_an_error_in_one_line(monkeypatch):
     with pytest.raises(CommandError, match=r"--exec: cannot write inputs in .*: No space left on device"):
         results(target())
     assert os.listdir(tempfile.gettempdir()) == []
+
+
+@pytest.mark.parametrize("mode", ["first_missing", "first_empty", "first_truncated", "crash"])
+def test_a_full_disk_is_no_fault_of_the_port(monkeypatch, mode):
+    free = types.SimpleNamespace(free=2**20 - 1)
+    monkeypatch.setattr("iha_conformance.targets.exec.shutil.disk_usage", lambda path: free)
+    assert {result.kind for result in results(target()).values()} == {"arrays"}, "it had room enough"
+    with pytest.raises(CommandError, match=r"--exec: expected at least 1048576 bytes free .*, found 1048575"):
+        results(target(mode))
+    with pytest.raises(CommandError, match="bytes free"):
+        rows(target(mode))
+    assert os.listdir(tempfile.gettempdir()) == []
+    free.free = 2**20
+    assert results(target(mode))["float32"].kind == "arrays"
+
+
+def test_what_is_free_may_be_unknown(monkeypatch):
+    def unknown(path):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("iha_conformance.targets.exec.shutil.disk_usage", unknown)
+    assert results(target("first_missing"))["bfloat16"].failure == "missing"
+
+
+def test_a_folder_that_cannot_be_removed_is_said(monkeypatch, capfd):
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile.TemporaryDirectory, "cleanup", lambda self: self._finalizer.detach())
+        port = target("skip_all")
+        case, dtype = pairs()[0]
+        list(port.evaluate([make_job(case, dtype, build_inputs(case, dtype))]))
+        port.close()
+    (left,) = os.listdir(tempfile.gettempdir())
+    path = os.path.join(tempfile.gettempdir(), left)
+    assert capfd.readouterr().err == f"iha: --exec: cannot remove {path!r}\n"
 
 
 def test_headers_of_the_ports_are_well_formed():

@@ -343,6 +343,7 @@ UNREADABLE: dict[str, Callable[[], bytes]] = {
     "offset huge": lambda: with_field("query_offset", 10**30),
     "offsets too many": lambda: with_field("query_offset", [0, 0, 0]),
     "wanted a text": lambda: with_field("wanted", "output"),
+    "wanted no texts": lambda: with_field("wanted", [5]),
 }
 
 
@@ -365,11 +366,23 @@ def expect_one_complaint(run: subprocess.CompletedProcess[str], name: str) -> No
 
 
 @pytest.mark.requirement("EXC-6")
-def test_a_folder_is_a_file_that_cannot_be_read(port, tmp_path):
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_only_files_are_read(port, make, tmp_path):
+    """A pipe would be waited for."""
     into, out = write(tmp_path, **{GOOD: good_file()})
-    (into / f"{BAD}.safetensors").mkdir()
+    make(into / f"{BAD}.safetensors")
     expect_one_complaint(call(port, into, out), BAD)
     assert [path.name for path in out.iterdir()] == [f"{GOOD}.safetensors"]
+
+
+@pytest.mark.requirement("EXC-5", "ERR-2")
+def test_a_file_too_large_to_be_read_is_refused(port, tmp_path):
+    into, out = write(tmp_path, **{GOOD: good_file()})
+    with (into / f"{BAD}.safetensors").open("wb") as file:
+        file.truncate(2**40)
+    run = call(port, into, out)
+    assert run.returncode == 0, run.stderr
+    assert "is not read here" in (out / f"{BAD}.skip").read_text()
 
 
 @pytest.mark.requirement("EXC-2")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from iha_conformance.vectors import frozen
+from iha_conformance.vectors.manifest import MAX_MANIFEST
 from iha_conformance.vectors.safetensors_file import MAX_HEADER, encode, parse
 from iha_conformance.vectors.untrusted import MAX_LEVELS, FormatError, check_schema, parse_json, read_regular
 
@@ -183,6 +187,60 @@ def test_documents_that_are_refused(text, message):
     assert message in str(caught.value)
     assert len(str(caught.value)) < 300
     assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"' + '\\"' * 2**20 + "\\",
+        '"' + "\\" * (2**21 + 1),
+        '"' + "x" * 2**21,
+        '["' + "[" * 2**21 + '"',
+        '"' * (2**21 + 1),
+        "[]" * 2**20,
+        "{" + '"a' * 2**20,
+    ],
+)
+def test_no_document_takes_long_or_much_memory(text):
+    """2 MiB each, half of what a manifest may have."""
+    data = text.encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            parse_json(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * len(data)
+    start = time.monotonic()
+    with pytest.raises(FormatError):
+        parse_json(data)
+    assert time.monotonic() - start < 5
+
+
+def test_the_limits_are_four_times_what_the_kit_writes():
+    header = 2232  # the largest of the whole corpus, whose manifest has half a million bytes
+    assert (4 * header <= MAX_HEADER, MAX_MANIFEST >= 4 * 523050) == (True, True)
+    most = max(
+        int.from_bytes(path.read_bytes()[:8], "little") for path in frozen.FOLDER.glob("*/*.safetensors")
+    )
+    assert most <= header
+    assert (frozen.FOLDER / "manifest.json").stat().st_size * 4 <= MAX_MANIFEST
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.text(alphabet='[]{}"\\a', max_size=60))
+def test_depth_is_that_of_brackets_outside_of_strings(text):
+    outside = re.sub(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)', "", text)
+    depths = [outside[:end].count("[") + outside[:end].count("{") for end in range(len(outside) + 1)]
+    closed = [outside[:end].count("]") + outside[:end].count("}") for end in range(len(outside) + 1)]
+    deep = max(opened - shut for opened, shut in zip(depths, closed, strict=True)) > MAX_LEVELS
+    said = ""
+    try:
+        parse_json(text.encode())
+    except FormatError as error:
+        said = str(error)
+    assert ("levels of JSON" in said) == deep
 
 
 def test_documents_that_are_read():

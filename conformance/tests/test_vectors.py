@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -24,9 +26,11 @@ from iha_conformance.errors import CommandError
 from iha_conformance.judge import expect
 from iha_conformance.runner import make_job
 from iha_conformance.selection import Filters
+from iha_conformance.targets.folder import FolderTarget
+from iha_conformance.targets.messages import Launch
 from iha_conformance.vectors import export as exporting
 from iha_conformance.vectors import frozen, manifest
-from iha_conformance.vectors.exchange import about, input_file, stem
+from iha_conformance.vectors.exchange import Awaited, about, collect, input_file, stem
 from iha_conformance.vectors.export import export, make_vectors
 from iha_conformance.vectors.safetensors_file import encode, parse
 from iha_conformance.vectors.untrusted import FormatError
@@ -223,6 +227,32 @@ def test_schemas_are_closed(name, made):
     assert validator.is_valid(document)
 
 
+def test_patterns_of_schemas_take_no_line_break_at_the_end():
+    """In Python `$` matches before one too; in ECMA-262, whose patterns these are, it does not."""
+
+    def patterns(value):
+        if isinstance(value, dict):
+            yield from [value["pattern"]] if isinstance(value.get("pattern"), str) else []
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from patterns(inner)
+
+    names = [path.name.removesuffix(".schema.json") for path in spec_path("schemas").glob("*.schema.json")]
+    found = [pattern for name in names for pattern in patterns(schema(name).schema)]
+    assert len(found) >= 13
+    texts = ["1.1", "0" * 64, "a/b", "ab", "AB-1", NAME]
+    for pattern in found:
+        fitting = [text for text in texts if re.search(pattern, text)]
+        assert fitting, pattern
+        assert not [text for text in fitting if re.search(pattern, text + "\n")], pattern
+
+
+def test_filters_are_each_in_the_manifest_once(tmp_path):
+    twice = Filters(case=(CASE, CASE), dtype=("float32",) * 3)
+    export(str(tmp_path / "v"), twice)
+    assert manifest.read(tmp_path / "v")["filters"]["case"] == [CASE]
+    assert verify(str(tmp_path / "v"), twice).differences == ()
+
+
 @pytest.mark.requirement("VEC-2", "NUM-6")
 def test_expected_files_have_values_limits_and_companions(made):
     case = next(case for case in load_cases() if case.id == CASE)
@@ -321,6 +351,31 @@ def test_an_empty_folder_and_a_link_to_one_are_written_to(tmp_path):
         (lambda folder: folder.touch(), "expected a folder or nothing, found a file"),
         (lambda folder: (export(str(folder), FEW), (folder / "out").mkdir()), "no more, found 'out'"),
         (lambda folder: (export(str(folder), FEW), (folder / "inputs/mine").touch()), "found 'inputs/mine'"),
+        (
+            lambda folder: (
+                export(str(folder), FEW),
+                (folder / "expected" / NAME).unlink(),
+                (folder / "expected" / NAME).mkdir(),
+                (folder / "expected" / NAME / "thesis.tex").touch(),
+            ),
+            f"found 'expected/{NAME}' that is no file",
+        ),
+        (
+            lambda folder: (
+                export(str(folder), FEW),
+                (folder / "inputs" / NAME).unlink(),
+                (folder / "inputs" / NAME).symlink_to(__file__),
+            ),
+            f"found 'inputs/{NAME}' that is no file",
+        ),
+        (
+            lambda folder: (
+                export(str(folder), FEW),
+                shutil.rmtree(folder / "expected"),
+                (folder / "expected").write_text("thesis"),
+            ),
+            "found 'expected' that is no folder",
+        ),
     ],
 )
 def test_what_is_not_ours_is_left_alone(tmp_path, prepare, message):
@@ -369,6 +424,221 @@ def test_an_interrupted_export_leaves_what_was_there(vectors, monkeypatch, error
     assert os.listdir(vectors.parent) == ["vectors"]
 
 
+def test_folders_of_others_beside_an_export_are_left_alone(vectors, monkeypatch):
+    """Their names might be those of an export's own folders."""
+    parent = vectors.parent
+    for name in (".vectors.tmp", ".vectors.old", ".vectors"):
+        (parent / name).mkdir()
+        (parent / name / "thesis.tex").write_text("mine")
+    before = {name: data for name, data in files(parent).items() if name.startswith(".")}
+
+    def interrupted(pairs, stages):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "make_vectors", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export(str(vectors), FEW)
+    export(str(vectors), FEW)
+    assert {name: data for name, data in files(parent).items() if name.startswith(".")} == before
+    assert sorted(os.listdir(parent)) == [".vectors", ".vectors.old", ".vectors.tmp", "vectors"]
+
+
+def test_a_link_beside_an_export_is_left_alone(vectors, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("mine")
+    for name in (".vectors.old", ".vectors.tmp"):
+        (tmp_path / name).symlink_to("mine")
+    export(str(vectors), FEW)
+    assert (tmp_path / ".vectors.old").is_symlink()
+    assert (tmp_path / ".vectors.tmp").is_symlink()
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+
+
+def test_a_folder_with_the_longest_of_names_is_written(tmp_path):
+    for name in ("v" * 255, "\U0001f600" * 63):
+        export(str(tmp_path / name), Filters(case=(CASE,), dtype=("float32",)))
+    assert len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_parallel_exports_leave_one_whole_export(tmp_path, existing):
+    folder = tmp_path / "v"
+    if existing:
+        export(str(folder), FEW)
+    words = [sys.executable, "-m", "iha_conformance", "vectors", "export", str(folder), "--case"]
+    env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    running = [
+        subprocess.Popen([*words, case], env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        for case in (CASE, "core/linear", CASE, "core/linear")
+    ]
+    said = [process.communicate(timeout=60)[1].decode() for process in running]
+    statuses = [process.returncode for process in running]
+    assert 0 in statuses, said
+    for status, errors in zip(statuses, said, strict=True):
+        assert (status, len(errors.splitlines())) in {(0, 0), (2, 1)}, errors
+    assert verify(str(folder), Filters()).differences == ()
+    assert os.listdir(tmp_path) == ["v"]
+
+
+def hooked_rename(monkeypatch, number: int, hook) -> None:
+    """Do something just before that renaming of an export."""
+    real, count = Path.rename, []
+
+    def rename(self, target):
+        count.append(target)
+        if len(count) == number:
+            hook(self, target)
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def test_an_export_that_another_one_overtakes_leaves_the_other(vectors, monkeypatch):
+    other = Filters(case=("core/linear",), dtype=("float32",))
+    hooked_rename(monkeypatch, 2, lambda source, target: export(str(target), other))
+    with pytest.raises(CommandError, match="expected to write there alone, found what somebody else"):
+        export(str(vectors), FEW)
+    assert verify(str(vectors), other).differences == ()
+    assert os.listdir(vectors.parent) == ["vectors"]
+
+
+def test_a_folder_that_another_export_moves_away_is_none(vectors, monkeypatch):
+    """Between any two looks at it; the renaming at the end decides."""
+    real, old = manifest.read, vectors.parent / "old"
+
+    def read(folder):
+        monkeypatch.setattr(manifest, "read", real)
+        Path.rename(folder, old)
+        return real(folder)
+
+    monkeypatch.setattr(manifest, "read", read)
+    exporting.check_replaceable(vectors, "v")
+    monkeypatch.setattr(manifest, "read", read)
+    old.rename(vectors)
+    export(str(vectors), FEW)
+    assert verify(str(vectors), FEW).differences == ()
+    assert sorted(os.listdir(vectors.parent)) == ["old", "vectors"]
+
+
+def test_what_others_write_into_the_folder_meanwhile_is_kept(vectors, monkeypatch):
+    real = exporting.make_vectors
+
+    def slow(pairs, stages):
+        (vectors / "inputs" / "mine").write_text("mine")
+        yield from real(pairs, stages)
+
+    monkeypatch.setattr(exporting, "make_vectors", slow)
+    before = files(vectors) | {"inputs/mine": b"mine"}
+    with pytest.raises(CommandError, match="expected an export and no more, found 'inputs/mine'"):
+        export(str(vectors), FEW)
+    assert files(vectors) == before
+    assert os.listdir(vectors.parent) == ["vectors"]
+
+
+def test_what_others_write_at_the_last_moment_is_put_back(vectors, monkeypatch):
+    hooked_rename(monkeypatch, 1, lambda source, target: (source / "mine").write_text("mine"))
+    before = files(vectors) | {"mine": b"mine"}
+    with pytest.raises(CommandError, match="expected an export and no more, found 'mine'"):
+        export(str(vectors), FEW)
+    assert files(vectors) == before
+    assert os.listdir(vectors.parent) == ["vectors"]
+
+
+def test_what_others_write_even_later_is_not_removed(vectors, monkeypatch):
+    """By a handle on the folder that has been moved away: the new one is there then, and the old one too."""
+    hooked_rename(monkeypatch, 2, lambda source, target: (source.parent / "old" / "mine").write_text("mine"))
+    with pytest.raises(CommandError, match="found 'mine'; what was there is kept in '") as caught:
+        export(str(vectors), FEW)
+    kept = Path(str(caught.value).rsplit("'", 2)[1])
+    assert (kept / "mine").read_text() == "mine"
+    assert verify(str(vectors), FEW).differences == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "part"),
+    [
+        (OSError(errno.EBUSY, "Device or resource busy"), "found one in use, such as a mount point: Device"),
+        (PermissionError(errno.EACCES, "Permission denied"), "whose parent folder can be written to: Perm"),
+        (OSError(errno.EROFS, "Read-only file system"), "whose parent folder can be written to: Read-only"),
+    ],
+)
+def test_what_an_export_needs_of_its_folder_is_said(vectors, monkeypatch, error, part):
+    def failing(*args, **kwargs):
+        raise error
+
+    before = files(vectors)
+    if error.errno == errno.EBUSY:
+        monkeypatch.setattr(Path, "rename", failing)
+    else:
+        monkeypatch.setattr(exporting.tempfile, "mkdtemp", failing)
+    with pytest.raises(CommandError) as caught:
+        export(str(vectors), FEW)
+    assert f"cannot write vectors to {str(vectors)!r}: expected " in str(caught.value)
+    assert part in str(caught.value)
+    assert files(vectors) == before
+    assert os.listdir(vectors.parent) == ["vectors"]
+
+
+def test_a_working_directory_that_is_gone_is_said(tmp_path, monkeypatch, capfd):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    few = ("--case", CASE, "--dtype", "float32")
+    status, _, err = command("export", "v", *few, capfd=capfd)
+    assert (status, len(err.splitlines()), "it has been deleted" in err) == (2, 1, True)
+    status, _, err = command("check", "v", "out", capfd=capfd)
+    assert (status, len(err.splitlines()), "it has been deleted" in err) == (2, 1, True)
+    status, _, err = command("export", tmp_path / "v", *few, capfd=capfd)
+    assert (status, err) == (0, ""), "a name from the root needs none"
+    status, _, err = command("export", tmp_path / "v", *few, capfd=capfd)
+    assert (status, err) == (0, ""), "nor to replace it"
+
+
+def test_the_help_says_what_is_needed_and_what_is_not_seen(capfd):
+    for name, parts in {
+        "export": ("its parent folder has to be writable", "a report inside DIR"),
+        "check": ("also files of an earlier run", "The exit status of the port is not seen here"),
+    }.items():
+        _, out, _ = command(name, "--help", capfd=capfd)
+        for part in parts:
+            assert part in " ".join(out.split())
+
+
+def test_reports_are_not_written_into_the_vectors(vectors, results, tmp_path, capfd):
+    (tmp_path / "link").symlink_to("vectors")
+    before = files(tmp_path)
+    inside = (vectors / manifest.NAME, vectors / "inputs" / "r", tmp_path / "link" / "r", vectors)
+    for name in inside:
+        for arguments in (
+            ("export", vectors, "--json", name),
+            ("export", vectors, "--check", "--json", name),
+            ("check", vectors, results, "--json", name),
+            ("check", vectors, results, "--junit", name),
+        ):
+            status, out, err = command(*arguments, capfd=capfd)
+            assert (status, out, len(err.splitlines())) == (2, "", 1), arguments
+            assert f"{arguments[-2]}: expected a file outside of {str(vectors)!r}, got " in err
+    assert files(tmp_path) == before
+    status, _, err = command("export", tmp_path / "new", "--json", tmp_path / "new" / "r", capfd=capfd)
+    assert (status, "--json: expected a file outside of" in err) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_empty_name_is_not_the_working_directory(vectors, results, monkeypatch, capfd):
+    for working in (vectors, results):
+        monkeypatch.chdir(working)
+        for arguments, what in {
+            ("export", ""): "DIR",
+            ("export", "", "--check"): "DIR",
+            ("check", "", results): "DIR",
+            ("check", vectors, ""): "OUT_DIR",
+        }.items():
+            status, out, err = command(*arguments, capfd=capfd)
+            assert (status, out) == (2, "")
+            assert err == f"iha: error: {what}: expected the name of a folder, got ''\n"
+
+
 def test_errors_of_usage_are_one_line(tmp_path, capfd):
     for arguments, part in {
         ("export", tmp_path / "no" / "v", "--case", CASE): "No such file or directory",
@@ -399,7 +669,7 @@ def test_export_as_a_command(tmp_path, capfd):
     assert f"1 files of 1 cases in {folder}" in out
     assert json.loads((tmp_path / "x.json").read_text())["counts"] == {"cases": 1, "files": 1}
     status, out, _ = command("export", folder, "--check", "--json", tmp_path / "x.json", capfd=capfd)
-    assert (status, out.startswith("EQUAL 1 file with")) == (0, True)
+    assert (status, out.startswith("EQUAL 1 file: ")) == (0, True)
     assert json.loads((tmp_path / "x.json").read_text())["differences"] == []
     (folder / "inputs" / "core.paper.float32.safetensors").unlink()
     before = files(folder)
@@ -525,6 +795,31 @@ def test_other_filters_than_those_of_the_folder_are_a_difference(vectors):
     assert "manifest.json: expected an entry for core.paper.float64.safetensors, found none" in more
 
 
+@pytest.mark.parametrize("kind", ["inputs", "expected"])
+def test_a_folder_that_cannot_be_listed_is_a_difference(vectors, monkeypatch, kind):
+    """Nobody can say what else is in it."""
+    forbid(monkeypatch, "scandir", vectors / kind)
+    assert differences(vectors) == [f"{kind}: expected a folder that can be listed, found: Permission denied"]
+
+
+def forbid(monkeypatch, function: str, path: str | Path) -> None:
+    """No right to do that to the path; who runs the tests may have all rights."""
+    real = getattr(os, function)
+
+    def forbidden(name, *args, **kwargs):
+        if not isinstance(name, int) and os.path.join(name, "") == os.path.join(path, ""):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(os, function, forbidden)
+
+
+@pytest.mark.parametrize("name", ["inputs/.DS_Store", "expected/README"])
+def test_files_of_any_name_that_belong_to_no_case_are_a_difference(vectors, name):
+    (vectors / name).touch()
+    assert differences(vectors) == [f"{name}: expected files of these cases alone"]
+
+
 # The frozen vectors that are shipped
 
 
@@ -630,6 +925,54 @@ def test_faults_of_the_port_fail_its_cases(vectors, results, tmp_path, capfd):
     assert (status, "expected either it or" in out) == (1, True)
 
 
+@pytest.mark.parametrize("function", ["scandir", "lstat"])
+def test_results_that_cannot_be_read_are_no_fault_of_the_port(vectors, results, monkeypatch, capfd, function):
+    forbid(monkeypatch, function, results if function == "scandir" else os.path.join(results, "."))
+    status, out, err = command("check", vectors, results, capfd=capfd)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "OUT_DIR: expected a folder of results, found one that cannot be read: Permission denied" in err
+    assert repr(str(results)) in err
+
+
+def test_results_that_cannot_be_read_any_more_are_no_fault_of_the_port(results, monkeypatch):
+    port = FolderTarget(Launch(kind="files", name=str(results)))
+    forbid(monkeypatch, "scandir", results)
+    with pytest.raises(CommandError, match="found one that cannot be read"):
+        list(port.evaluate([job(CASE)]))
+
+
+def test_a_folder_that_cannot_be_listed_fails_every_case(results, monkeypatch):
+    awaited = [Awaited.of(job(CASE, dtype)) for dtype in FEW.dtype]
+    assert [result.kind for result in collect(results, awaited)] == ["arrays", "arrays"]
+    forbid(monkeypatch, "scandir", results)
+    found = [(result.kind, result.failure, result.reason) for result in collect(results, awaited)]
+    reason = "cannot list the folder of results: Permission denied"
+    assert found == [("failed", "unreadable", reason)] * 2
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_missing(results, monkeypatch):
+    for ending in (".safetensors", ".skip"):
+        forbid(monkeypatch, "lstat", (results / NAME).with_suffix(ending))
+    result, _ = collect(results, [Awaited.of(job(CASE, dtype)) for dtype in ("bfloat16", "float32")])
+    assert result.failure == "unreadable"
+    assert result.reason == f"{NAME}: expected a file that can be read, found: Permission denied"
+
+
+def test_an_input_too_many_is_a_fault_of_the_vectors(vectors, results, monkeypatch, capfd):
+    """A port that does what it is told would read it, and fail."""
+    (vectors / "inputs" / "other.safetensors").touch()
+    status, out, err = command("check", vectors, results, capfd=capfd)
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "inputs: expected files of its entries alone, found 'other.safetensors'" in err
+    (vectors / "inputs" / "other.safetensors").rename(vectors / "inputs" / "notes\n.txt")
+    status, _, err = command("check", vectors, results, capfd=capfd)
+    assert (status, "alone, found 'notes\\n.txt'" in err) == (2, True)
+    (vectors / "inputs" / "notes\n.txt").unlink()
+    forbid(monkeypatch, "scandir", vectors / "inputs")
+    status, _, err = command("check", vectors, results, capfd=capfd)
+    assert (status, "inputs: expected a folder that can be read" in err) == (2, True)
+
+
 def test_no_result_at_all_is_a_failure(vectors, tmp_path, capfd):
     (tmp_path / "empty").mkdir()
     assert command("check", vectors, tmp_path / "empty", capfd=capfd)[0] == 1
@@ -683,7 +1026,7 @@ def test_tampered_inputs_are_a_fault_of_the_vectors(vectors, results, capfd):
     [
         (
             lambda m: m.update(spec_version="9.9"),
-            f"spec_version: expected this kit's, {SPEC_VERSION}, found 9.9",
+            f"spec_version: expected this kit's, {SPEC_VERSION}, found '9.9'",
         ),
         (lambda m: m.update(corpus_sha256="0" * 64), "corpus_sha256: expected this kit's"),
         (lambda m: m["entries"].pop(), "expected 2 entries, as its filters select, found 1"),
@@ -698,7 +1041,7 @@ def test_tampered_inputs_are_a_fault_of_the_vectors(vectors, results, capfd):
         (lambda m: m["filters"].update(family=["invalid"], case=None), "got none that matches"),
         (lambda m: m["entries"][0].update(why="because"), "entry of core/paper in float32, why: expected "),
         (lambda m: m["entries"][0]["input"].update(file="../../etc/passwd"), "entries/0/input/file"),
-        (lambda m: m["entries"][0]["input"].update(file=NAME + "\n"), "input: expected "),
+        (lambda m: m["entries"][0]["input"].update(file=NAME + "\n"), "entries/0/input/file"),
         (lambda m: m.update(more=1), "'more' was unexpected"),
         (
             lambda m: m["entries"][0].update(more=1),
@@ -706,6 +1049,20 @@ def test_tampered_inputs_are_a_fault_of_the_vectors(vectors, results, capfd):
         ),
         (lambda m: m["counts"].update(files=-1), "counts/files"),
         (lambda m: m["counts"].update(files=1.5), "counts/files"),
+        (
+            lambda m: m["counts"].update(files=3),
+            "counts: expected {'cases': 1, 'files': 2}, found {'cases': 1,",
+        ),
+        (
+            lambda m: m["counts"].update(cases=2),
+            "counts: expected {'cases': 1, 'files': 2}, found {'cases': 2,",
+        ),
+        (lambda m: m["stages"].reverse(), "stages: expected ['mixed_q', "),
+        (lambda m: m.update(spec_version=SPEC_VERSION + "\n"), "spec_version: expected what"),
+        (lambda m: m["filters"].update(case=[CASE, CASE]), "filters/case: expected what"),
+        (lambda m: m["filters"].update(dtype=["float32"] * 5), "filters/dtype: expected what"),
+        (lambda m: m["filters"].update(case=[f"a/{i}" for i in range(10001)]), "filters/case: expected what"),
+        (lambda m: m["filters"].update(case=[1, "a"] * 10**5), "filters/case: expected what"),
     ],
 )
 def test_a_manifest_of_something_else_is_a_fault_of_the_vectors(vectors, results, capfd, change, part):
@@ -726,7 +1083,7 @@ def test_a_manifest_of_something_else_is_a_fault_of_the_vectors(vectors, results
         (b'{"counts": 1e999}', "expected a finite number"),
         (b'{"counts": ' + b"9" * 10000 + b"}", "digits"),
         (b"\xff", "expected UTF-8"),
-        (b" " * (2**24 + 1), "expected at most 16777216 bytes"),
+        (b" " * (2**22 + 1), "expected at most 4194304 bytes"),
     ],
 )
 def test_a_manifest_that_is_none_is_an_error_in_one_line(vectors, results, capfd, data, part):

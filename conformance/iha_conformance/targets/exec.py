@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from iha_conformance.errors import CommandError
-from iha_conformance.protocol import Job, Result, TargetInfo, TargetUnavailable
+from iha_conformance.protocol import FailureKind, Job, Result, TargetInfo, TargetUnavailable
 from iha_conformance.targets.folder import files_info
 from iha_conformance.targets.messages import Launch, how_it_ended, one_line
 from iha_conformance.vectors.exchange import TENSORS, Awaited, Fault, collect, input_file, results_in
@@ -29,6 +30,12 @@ LINGER_SECONDS = 1.0
 
 TAIL_BYTES = 65536
 """Of what a command wrote to standard error, so much is kept for the reasons of failures."""
+
+MIN_FREE = 2**20
+"""Bytes that have to be free on the disk of the temporary folder, for a port to be blamed for its files."""
+
+OF_NO_ROOM: tuple[FailureKind, ...] = ("missing", "unreadable", "crashed")
+"""What a port fails by if it cannot write."""
 
 NOT_RUN = (126, 127)
 """Exit statuses by which shells and their like say that there was nothing to run."""
@@ -70,7 +77,7 @@ class ExecTarget:
         """One result for each job; all jobs are taken before the first result is given.
 
         Raises:
-            CommandError: the inputs cannot be written.
+            CommandError: the inputs cannot be written, or the results could not, since the disk is full.
             TargetUnavailable: the command cannot be run.
         """
         try:
@@ -82,9 +89,12 @@ class ExecTarget:
             awaited = self._write_inputs(root, jobs)
             cases = [one for one in awaited if one.capability is None]
             fault, seconds = self._run(root, cases) if cases else (None, 0.0)
+            free = _free(root)  # before anything is removed
             if not self._closed:
                 share = seconds / max(1, len(cases))
-                yield from collect(root / "out", awaited, fault=fault, seconds=share)
+                for result in collect(root / "out", awaited, fault=fault, seconds=share):
+                    _check_space(root, free, result)
+                    yield result
         finally:
             self._end()
 
@@ -138,6 +148,7 @@ class ExecTarget:
             if self._folder is not None:
                 with contextlib.suppress(OSError, RecursionError):  # whatever a port left there
                     self._folder.cleanup()
+                _say_if_left(self._folder.name)
                 self._folder = None
 
     def _kill(self) -> None:
@@ -187,6 +198,34 @@ def _writing(where: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CommandError(f"--exec: cannot write inputs in {str(where)!r}: {error.strerror}") from error
+
+
+def _free(folder: Path) -> int | None:
+    """Bytes that are free where the folder is; None if nobody can say."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _check_space(where: Path, free: int | None, result: Result) -> None:
+    """Refuse to blame a port for a result that found no room on the kit's own disk.
+
+    Raises:
+        CommandError: the disk was full, and the result is not what it should be.
+    """
+    if free is not None and free < MIN_FREE and result.failure in OF_NO_ROOM:
+        raise CommandError(
+            f"--exec: expected at least {MIN_FREE} bytes free for results in {str(where.parent)!r}, found"
+            f" {free}; TMPDIR names another folder"
+        )
+
+
+def _say_if_left(folder: str) -> None:
+    """A line about a temporary folder that is still there: it may be large, and nobody else removes it."""
+    if os.path.lexists(folder):
+        with contextlib.suppress(OSError):
+            print(f"iha: --exec: cannot remove {folder!r}", file=sys.stderr, flush=True)
 
 
 def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from iha_conformance.protocol import UNDECLARED, Job, Result, TargetInfo
 from iha_conformance.targets.messages import Launch, one_line
 from iha_conformance.vectors.exchange import Awaited, collect
+from iha_conformance.vectors.places import check_results
 
 UNKNOWN = "unknown"
 """Version and device of what only its files are known of."""
@@ -29,7 +30,12 @@ class FolderTarget:
         return files_info(self.launch, "files")
 
     def evaluate(self, jobs: Iterable[Job]) -> Iterator[Result]:
-        """One result for each job, read from its file."""
+        """One result for each job, read from its file.
+
+        Raises:
+            CommandError: the folder cannot be read, for which no port is at fault.
+        """
+        check_results(self.launch.name)
         yield from collect(Path(self.launch.name), [Awaited.of(job) for job in jobs])
 
     def close(self) -> None:

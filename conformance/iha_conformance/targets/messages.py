@@ -24,7 +24,8 @@ class Launch:
     """Which target to launch; for a target in a worker, the first message to it.
 
     Attributes:
-        kind: which module of `targets` knows the target: `backends`, `callables`, `exec` or `folder`.
+        kind: which module of `targets` knows the target: "backend" is of `backends`, "callable" of
+            `callables`, "exec" of `exec`, "files" of `folder`.
         name: name of the target in reports: "torch", "array-api:numpy", "module:callable", a command, or
             a folder of results.
         device: device asked for, None for the default one.

@@ -6,7 +6,9 @@ are made anew, so that no change to a file there can make a port pass.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 from iha_conformance.command import Options, Plan, check_precision, judge_targets
 from iha_conformance.corpus import build_inputs, corpus_sha256
@@ -18,6 +20,7 @@ from iha_conformance.targets.messages import Launch
 from iha_conformance.vectors import manifest
 from iha_conformance.vectors.exchange import input_file
 from iha_conformance.vectors.export import exported_pairs
+from iha_conformance.vectors.places import check_outside, check_results
 from iha_conformance.vectors.untrusted import FormatError, shown
 from iha_conformance.vectors.verify import read_input, read_manifest
 from iha_core import SPEC_VERSION
@@ -46,10 +49,10 @@ def check_command(
         HarnessError: the kit failed.
     """
     check_precision(precision)
-    check_distinct({"--json": json_name, "--junit": junit_name})
-    if not Path(results).is_dir():
-        found = "a file" if Path(results).exists() else "nothing of that name"
-        raise CommandError(f"OUT_DIR: expected a folder of results, found {found}: {results!r}")
+    reports = {"--json": json_name, "--junit": junit_name}
+    check_outside(vectors, reports)
+    check_distinct(reports)
+    check_results(results)
     filters, pairs = trusted_pairs(vectors)
     launch = Launch(kind="files", name=results, precision=precision, directory=vectors)
     options = Options(precision=precision, filters=filters, json_name=json_name, junit_name=junit_name)
@@ -66,13 +69,15 @@ def trusted_pairs(name: str) -> tuple[Filters, list[Pair]]:
     where = f"{name!r}: fault of the vectors: "
     for key, expected in (("spec_version", SPEC_VERSION), ("corpus_sha256", corpus_sha256())):
         if found[key] != expected:
-            raise CommandError(f"{where}{key}: expected this kit's, {expected}, found {found[key]}")
+            raise CommandError(f"{where}{key}: expected this kit's, {expected}, found {shown(found[key])}")
     filters = manifest.filters_of(found)
     try:
         pairs = exported_pairs(filters)
     except CommandError as error:
         raise CommandError(f"{where}{error}") from error
     _check_entries(where, found["entries"], pairs)
+    _check_counts(where, found)
+    _check_no_more(where, Path(name), found)
     for (case, dtype), entry in zip(pairs, found["entries"], strict=True):
         made = input_file(make_job(case, dtype, build_inputs(case, dtype)))
         try:
@@ -97,3 +102,27 @@ def _check_entries(where: str, found: list[dict[str, object]], pairs: list[Pair]
                 f"{where}entry of {entry['id']} in {entry['dtype']}, {key}: expected {shown(entry[key])},"
                 f" found {shown(listed[key])}"
             )
+
+
+def _check_counts(where: str, found: dict[str, Any]) -> None:
+    """Refuse counts that are not those of the entries, and stages that are not in the order of chapter 4."""
+    built = manifest.build(found["entries"], manifest.filters_of(found), found["stages"])
+    for key in ("counts", "stages"):
+        if found[key] != built[key]:
+            raise CommandError(f"{where}{key}: expected {shown(built[key])}, found {shown(found[key])}")
+
+
+def _check_no_more(where: str, folder: Path, found: dict[str, Any]) -> None:
+    """Refuse a folder of inputs with anything but them: an obedient port would fail at it ([EXC-1])."""
+    expected = {entry["input"]["file"] for entry in found["entries"]}
+    try:
+        with os.scandir(folder / manifest.INPUTS) as entries:
+            more = [entry.name for entry in entries if entry.name not in expected]
+    except OSError as error:
+        raise CommandError(
+            f"{where}{manifest.INPUTS}: expected a folder that can be read, found: {error.strerror}"
+        ) from error
+    if more:
+        raise CommandError(
+            f"{where}{manifest.INPUTS}: expected files of its entries alone, found {shown(min(more))}"
+        )

@@ -136,7 +136,8 @@ def collect(
     """Read the results that a port wrote, in the order in which they are awaited.
 
     A file is missing for the port's fault, if it had one. A fault that no missing file shows fails the last
-    case, and so does a file of a name that belongs to none: neither may pass.
+    case, and so does a file of a name that belongs to none: neither may pass. A folder that cannot be listed
+    fails all of them, since nobody can say what else is in it.
 
     Args:
         folder: what the port wrote; nobody writes to it any more.
@@ -145,19 +146,22 @@ def collect(
         seconds: wall time of each case.
     """
     cases = [one for one in awaited if one.capability is None]
-    stray = unclaimed(folder, cases)
+    try:
+        stray, unlisted = unclaimed(folder, cases), None
+    except OSError as error:
+        stray, unlisted = [], Fault("unreadable", f"cannot list the folder of results: {error.strerror}")
     missing = {one.stem for one in cases if not _is_there(folder, one)}
     for one in awaited:
         if one.capability is not None:
             reason = f"files do not offer the capability {one.capability!r}"
             yield Result(case_id=one.case_id, dtype=one.dtype, kind="not_applicable", reason=reason)
             continue
-        failed = None
-        if one.stem in missing:
+        failed = unlisted
+        if failed is None and one.stem in missing:
             failed = Fault("missing", f"expected the file {one.stem}{TENSORS}, found none")
             failed = failed if fault is None else fault.of(one)
             failed = dataclasses.replace(failed, reason=failed.reason + _instead(one.stem, stray))
-        elif not missing and one is cases[-1]:
+        elif failed is None and not missing and one is cases[-1]:
             failed = _of_no_case(stray) if fault is None else fault.of(one)
         result = _failed(one, failed) if failed is not None else read_result(folder, one)
         yield dataclasses.replace(result, seconds=seconds)
@@ -169,7 +173,11 @@ def results_in(folder: Path, awaited: Sequence[Awaited]) -> int:
 
 
 def unclaimed(folder: Path, awaited: Sequence[Awaited]) -> list[str]:
-    """Names of results and reasons that belong to no case, as many as anybody wants to know."""
+    """Names of results and reasons that belong to no case, as many as anybody wants to know.
+
+    Raises:
+        OSError: the folder is there, but cannot be listed.
+    """
     claimed = {one.stem + ending for one in awaited for ending in (TENSORS, SKIP)}
     found: list[str] = []
     try:
@@ -179,13 +187,24 @@ def unclaimed(folder: Path, awaited: Sequence[Awaited]) -> list[str]:
                     found.append(entry.name)
                     if len(found) == MAX_UNCLAIMED:
                         break
-    except OSError:  # then every file is missing
+    except (FileNotFoundError, NotADirectoryError):  # then every file is missing
         return []
     return sorted(found)
 
 
 def _is_there(folder: Path, one: Awaited) -> bool:
-    return any(os.path.lexists(folder / (one.stem + ending)) for ending in (TENSORS, SKIP))
+    return any(_exists(folder / (one.stem + ending)) for ending in (TENSORS, SKIP))
+
+
+def _exists(path: Path) -> bool:
+    """Whether something of that name is there, or may be: what cannot be looked at is not missing."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # to read it will say what it is
+        return True
+    return True
 
 
 def _instead(name: str, stray: Sequence[str]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
-import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,17 @@ from iha_conformance.selection import Filters, select
 from iha_conformance.targets.messages import one_line
 from iha_conformance.vectors import manifest
 from iha_conformance.vectors.exchange import input_file
+from iha_conformance.vectors.places import real
 from iha_conformance.vectors.safetensors_file import encode
 from iha_conformance.vectors.untrusted import FormatError, shown
 from iha_core import STAGES
 from iha_core.bounds import Limits
+
+NEW, OLD = "new", "old"
+"""In the folder beside an export that is being written: itself, and what it takes the place of."""
+
+PREFIX = 40
+"""Characters of the name of a folder that the one beside it has too: in UTF-8 no name is too long then."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,30 +146,58 @@ def export(name: str, filters: Filters, stages: Sequence[str] = ()) -> Written:
     """
     chosen = check_stages(stages)
     pairs = exported_pairs(filters)
-    path = Path(os.path.realpath(name))  # a link to a folder stays a link
+    path = real("DIR", name)  # a link to a folder stays a link
     with _unwritable(name):
         check_replaceable(path, name)
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        temporary, old = beside.with_suffix(".tmp"), beside.with_suffix(".old")
-        try:
-            temporary.mkdir()
-            written = _write(temporary, pairs, filters, chosen)
-            if path.exists():
-                path.rename(old)
-            temporary.rename(path)
-        finally:
-            if old.exists() and not path.exists():
-                old.rename(path)
-            for rest in (temporary, old):
-                shutil.rmtree(rest, ignore_errors=True)
+        with _workspace(path, name) as workspace:
+            written = _write(workspace / NEW, pairs, filters, chosen)
+            check_replaceable(path, name)  # others may have put something there meanwhile
+            _take_place(path, workspace, name)
     return Written(folder=name, manifest=written)
+
+
+@contextlib.contextmanager
+def _workspace(path: Path, name: str) -> Iterator[Path]:
+    """A new folder beside the path, of a name that nobody else has, and its end, whatever happens."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name[:PREFIX]}.", dir=path.parent))
+    try:
+        yield folder
+    finally:
+        _tidy(folder, path, name)
+
+
+def _take_place(path: Path, workspace: Path, name: str) -> None:
+    """Move the folder at the path away, look at it where nobody knows it, and put the new one there."""
+    old = workspace / OLD
+    with contextlib.suppress(FileNotFoundError):  # there is none
+        path.rename(old)
+    check_replaceable(old, name)  # if not, it is put back when the workspace is tidied
+    (workspace / NEW).rename(path)
+
+
+def _tidy(workspace: Path, path: Path, name: str) -> None:
+    """Put back what was moved away, unless there is something new in its place, and remove the workspace.
+
+    Raises:
+        CommandError: what was moved away has become more than an export; it stays where it is then.
+    """
+    old = workspace / OLD
+    if os.path.lexists(old):
+        try:
+            if os.path.lexists(path):
+                check_replaceable(old, name)
+            else:
+                old.rename(path)
+        except (CommandError, OSError) as error:
+            raise CommandError(f"{error}; what was there is kept in {str(old)!r}") from error
+    shutil.rmtree(workspace, ignore_errors=True)
 
 
 def _write(folder: Path, pairs: Sequence[Pair], filters: Filters, stages: Sequence[str]) -> dict[str, Any]:
     """Write all files of an export and return its manifest."""
     entries = []
-    for kind in (manifest.INPUTS, manifest.EXPECTED):
-        (folder / kind).mkdir()
+    for new in (folder, folder / manifest.INPUTS, folder / manifest.EXPECTED):
+        new.mkdir()  # not by tempfile, whose folders nobody else may read
     for vector in make_vectors(pairs, stages):
         expected = encode(vector.expected)
         name = vector.entry["input"]["file"]
@@ -184,30 +221,79 @@ def check_replaceable(path: Path, name: str) -> None:
         CommandError: it is no folder, or has something else in it.
         OSError: it cannot be read.
     """
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    if not path.is_dir():
-        raise CommandError(f"{name!r}: expected a folder or nothing, found a file")
-    if path == Path.cwd() or path in Path.cwd().parents:
-        raise CommandError(
-            f"{name!r}: expected another folder than the working directory, which would be lost"
-        )
-    found = {entry.name for entry in os.scandir(path)}
+    try:
+        _check_folder(path, name)
+        _check_contents(path, name)
+    except FileNotFoundError:  # another export moved it away meanwhile
+        if os.path.lexists(path):
+            raise CommandError(f"{name!r}: expected to write there alone, found that others do") from None
+
+
+def _check_contents(path: Path, name: str) -> None:
+    """Refuse a folder that is neither empty nor an export and no more."""
+    found = set(os.listdir(path))
     if not found:
         return
     try:
+        if manifest.NAME not in found:
+            raise FormatError("expected a manifest, found none")
         earlier = manifest.read(path)
-    except (FileNotFoundError, FormatError):
+    except FormatError:
         raise CommandError(
             f"{name!r}: expected an empty folder or one of `iha vectors export`, found {shown(min(found))}"
         ) from None
     expected = {manifest.NAME, manifest.INPUTS, manifest.EXPECTED}
     for kind, key in ((manifest.INPUTS, "input"), (manifest.EXPECTED, "expected")):
-        if (path / kind).is_dir():
-            found |= {f"{kind}/{entry.name}" for entry in os.scandir(path / kind)}
         expected |= {f"{kind}/{entry[key]['file']}" for entry in earlier["entries"]}
+        if kind in found:
+            found |= _regular_files(path, kind, name)
     if found - expected:
-        raise CommandError(f"{name!r}: expected an export and no more, found {shown(min(found - expected))}")
+        raise _more(name, min(found - expected))
+
+
+def _check_folder(path: Path, name: str) -> None:
+    """Refuse what is no folder, and the one that this process works in."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
+        found = "a link" if stat.S_ISLNK(mode) else "a file"
+        raise CommandError(f"{name!r}: expected a folder or nothing, found {found}")
+    with contextlib.suppress(FileNotFoundError):  # one that has been deleted cannot be lost
+        if path == Path.cwd() or path in Path.cwd().parents:
+            raise CommandError(
+                f"{name!r}: expected another folder than the working directory, which would be lost"
+            )
+
+
+def _regular_files(path: Path, kind: str, name: str) -> set[str]:
+    """Names of the files in `inputs` or `expected`, none of which may hold more than an export writes."""
+    if not stat.S_ISDIR(os.lstat(path / kind).st_mode):
+        raise _more(name, kind, " that is no folder")
+    with os.scandir(path / kind) as entries:
+        files = {f"{kind}/{entry.name}": entry.is_file(follow_symlinks=False) for entry in entries}
+    for file, is_file in files.items():
+        if not is_file:
+            raise _more(name, file, " that is no file")
+    return set(files)
+
+
+def _more(name: str, found: str, how: str = "") -> CommandError:
+    return CommandError(f"{name!r}: expected an export and no more, found {shown(found)}{how}")
+
+
+_EXPECTED = {
+    errno.EBUSY: "a folder that can be renamed, found one in use, such as a mount point",
+    errno.EXDEV: "a folder that can be renamed, found a mount point",
+    errno.ENOTEMPTY: "to write there alone, found what somebody else has written meanwhile",
+    errno.EEXIST: "to write there alone, found what somebody else has written meanwhile",
+    errno.EACCES: "a folder whose parent folder can be written to",
+    errno.EPERM: "a folder whose parent folder can be written to",
+    errno.EROFS: "a folder whose parent folder can be written to",
+    errno.ENOENT: "a parent folder that exists, and stays",
+    errno.ENOTDIR: "a parent folder that is one",
+}
+"""What an error of the system says was expected."""
 
 
 @contextlib.contextmanager
@@ -215,4 +301,7 @@ def _unwritable(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CommandError(f"cannot write vectors to {name!r}: {error.strerror or error}") from error
+        said = f"cannot write vectors to {name!r}: "
+        if error.errno in _EXPECTED:
+            said += f"expected {_EXPECTED[error.errno]}: "
+        raise CommandError(f"{said}{error.strerror or error}") from error

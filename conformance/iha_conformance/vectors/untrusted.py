@@ -42,8 +42,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[\]{}]', re.DOTALL)
-"""A whole string, to the end of the text if nothing closes it, or one bracket outside of strings."""
+_MARK = re.compile(r'["\\\[\]{}]')
+"""What decides how deep a place in JSON lies: one character each, so that nothing is tried twice."""
 
 
 class FormatError(ValueError):
@@ -116,12 +116,18 @@ def parse_json(data: bytes) -> Any:
 
 
 def _check_levels(text: str) -> None:
-    level = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        mark = found[0][0]
-        level += (mark in "[{") - (mark in "]}")
-        if level > MAX_LEVELS:
-            raise FormatError(f"expected at most {MAX_LEVELS} levels of JSON, found more")
+    """Refuse what is too deep for a reader that calls itself, in time and memory that no text can raise."""
+    level, inside, position = 0, False, 0
+    while found := _MARK.search(text, position):
+        mark, position = found[0], found.end()
+        if mark == "\\":
+            position += inside  # what follows is no mark
+        elif mark == '"':
+            inside = not inside
+        elif not inside:
+            level += 1 if mark in "[{" else -1
+            if level > MAX_LEVELS:
+                raise FormatError(f"expected at most {MAX_LEVELS} levels of JSON, found more")
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from iha_conformance.errors import CommandError
 from iha_conformance.selection import Filters
 from iha_conformance.targets.messages import one_line
 from iha_conformance.vectors import manifest
-from iha_conformance.vectors.exchange import METADATA, TENSORS
+from iha_conformance.vectors.exchange import METADATA
 from iha_conformance.vectors.export import Vector, check_stages, exported_pairs, make_vectors
+from iha_conformance.vectors.places import check_named
 from iha_conformance.vectors.safetensors_file import MAX_HEADER, Contents, parse
 from iha_conformance.vectors.untrusted import FormatError, read_regular, shown
 from iha_core import STAGES
@@ -71,7 +72,10 @@ class Checked:
         if self.differences:
             lines.append(f"{len(self.differences)} differences in vectors of {count}: {MEANING}")
         else:
-            lines.append(f"EQUAL {count} with inputs of the same bits and expectations within {VALUES:g}")
+            lines.append(
+                f"EQUAL {count}: inputs of the same bits, exact values within {VALUES:g},"
+                f" limits within {LIMITS:g}"
+            )
         return "\n".join(lines) + "\n"
 
 
@@ -126,6 +130,7 @@ def read_manifest(name: str) -> dict[str, Any]:
     Raises:
         CommandError: there is none.
     """
+    check_named("DIR", name)
     try:
         return manifest.read(Path(name))
     except FileNotFoundError:
@@ -215,11 +220,16 @@ def check_close(name: str, found: np.ndarray[Any, Any], exact: np.ndarray[Any, A
 
 
 def _stray(folder: Path, expected: set[str]) -> Iterator[Difference]:
-    """Files with tensors that belong to no case."""
+    """What belongs to no case; a port reads whatever lies beside its inputs."""
     for kind in (manifest.INPUTS, manifest.EXPECTED):
         try:
-            found = {entry.name for entry in os.scandir(folder / kind) if entry.name.endswith(TENSORS)}
-        except OSError:  # then all of its files are missing
+            with os.scandir(folder / kind) as entries:
+                found = {entry.name for entry in entries}
+        except (FileNotFoundError, NotADirectoryError):  # then all of its files are missing
+            continue
+        except OSError as error:
+            what = f"expected a folder that can be listed, found: {error.strerror}"
+            yield Difference(kind, what)
             continue
         for name in sorted(found - expected):
             yield Difference(f"{kind}/{one_line(name)}", "expected files of these cases alone")

@@ -56,6 +56,7 @@ struct Unsupported : std::runtime_error { using std::runtime_error::runtime_erro
 // ---- Arrays ------------------------------------------------------------------------------------------
 
 constexpr Int max_elements = Int(1) << 26;      // of one array, also its largest size; a limit of this port
+constexpr Int max_file = Int(1) << 28;          // bytes
 
 std::string to_text(const Shape& shape) {       // as in JSON, which writes none differently
     std::string text = "[";
@@ -610,6 +611,8 @@ File read_file(const fs::path& path) {
     std::ifstream stream;
     if (fs::is_regular_file(path)) stream.open(path, std::ios::binary);
     if (!stream.is_open()) fail("file", "a regular file that can be read", "something else");
+    if (fs::file_size(path) > std::uintmax_t(max_file))
+        throw Unsupported("a file of more than " + std::to_string(max_file) + " bytes is not read here");
     const std::string bytes{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
     if (bytes.size() < 8) fail("file", "at least 8 bytes", std::to_string(bytes.size()));
     const std::uint64_t length = load(bytes.data(), 8);

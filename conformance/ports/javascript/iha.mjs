@@ -13,15 +13,16 @@
 // An array is { dtype, shape, data } with `data` flat and row-major: a Float64Array for the four floating-point dtypes,
 // a BigInt64Array for I64, a Uint8Array for BOOL.
 
-import { readFileSync, readdirSync, writeFileSync } from "node:fs";
+import { readFileSync, readdirSync, statSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 
 class InputError extends Error {} //   [ERR-1] the input is wrong
 class Refusal extends Error {} //      [ERR-2] the input is right, but this port cannot do it
 
-// Of a single size. [IDX-2] Token indices differ by less than 2^33, so virtual indices and W·P are exact in float64.
+// Of a single size. [IDX-2] Token indices differ by less than 2^32, W counts up to 2^33: float64 holds their products.
 const MAX_SIZE = 2 ** 20;
 const MAX_ELEMENTS = 2 ** 26; // of one array
+const MAX_FILE = 2 ** 28; // bytes
 
 const size = (shape) => shape.reduce((a, b) => a * b, 1);
 
@@ -499,7 +500,8 @@ function runCase(file) {
   const { dtype, config, query_offset, wanted } = call;
   expect(Object.hasOwn(FLOATS, dtype), "`dtype`", Object.keys(FLOATS).join(" or "), show(dtype));
   expect(arrays.q?.dtype === FLOATS[dtype], "`q` dtype", `${FLOATS[dtype]} for ${dtype}`, arrays.q?.dtype ?? "none");
-  expect(Array.isArray(wanted), "`wanted`", "a list", show(wanted)); // names that are not known have no effect
+  const areTexts = Array.isArray(wanted) && wanted.every((name) => typeof name === "string");
+  expect(areTexts, "`wanted`", "a list of texts", show(wanted)); // names that are not known have no effect
 
   const stages = attention(arrays, config, query_offset);
   const isWanted = ([name]) => name === "output" || wanted.includes(name);
@@ -512,10 +514,18 @@ const oneLine = (text) => text.replace(/[^ -~]+/g, "?").slice(0, 500);
 /** What is wrong: a file, what the system refused, or, with its place, a mistake of this program. */
 const describe = (error) => (error instanceof InputError || error.code ? error.message : error.stack);
 
+/** The bytes of a file; nothing else is opened, since a pipe would be waited for. */
+function readRegular(path) {
+  const stat = statSync(path);
+  expect(stat.isFile(), "file", "a regular file", "something else");
+  if (stat.size > MAX_FILE) throw new Refusal(`a file of more than ${MAX_FILE} bytes is not read here`);
+  return readFileSync(path);
+}
+
 /** What to write for an input file: the ending of the name, and the content; [EXC-5]. */
 function answer(path) {
   try {
-    return [".safetensors", runCase(readFileSync(path))];
+    return [".safetensors", runCase(readRegular(path))];
   } catch (error) {
     if (error instanceof Refusal) return [".skip", `${oneLine(error.message)}\n`];
     throw error;
