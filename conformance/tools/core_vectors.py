@@ -35,8 +35,9 @@ def main() -> None:
     changed = () if checked is None else [d for d in checked.differences if d.file != manifest.NAME]
     if changed and not options.change_values:
         sys.exit(
-            f"expected frozen vectors as they were, found {len(changed)} files changed or missing, first"
-            f" {changed[0]}; what they hold belongs to the specification's version (see --change-values)"
+            f"expected frozen vectors as they were, found {len(changed)} files changed, missing or of"
+            f" no case, first {changed[0]}; what they hold belongs to the specification's version"
+            " (see --change-values)"
         )
     try:
         print(export(options.folder, FILTERS, STAGES).render(), end="")

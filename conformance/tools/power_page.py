@@ -14,7 +14,7 @@ from typing import Any
 from pages import replace
 
 from iha_conformance.corpus.cases import FAMILIES
-from iha_conformance.power.self_test import CAUGHT, HALF, SEPARATION
+from iha_conformance.power.outcome import CAUGHT, HALF, SEPARATION
 
 BEGIN = "<!-- tables of the self-test: made by `make power`, do not edit -->"
 END = "<!-- end of tables -->"
@@ -41,9 +41,26 @@ def _summary(outcome: dict[str, Any]) -> Iterator[str]:
     ):
         yield _row(title, [_number(of[key]) for of in dtypes.values()])
     yield _row("survivors", [str(len(of["survivors"])) for of in dtypes.values()])
+    yield ""
+    yield from _weakest(outcome)
     bind = outcome["must_bind"]
     yield ""
     yield f"Must-bind gate: {bind['checked']} items over all dtypes, {len(bind['unbound'])} unbound."
+
+
+def _weakest(outcome: dict[str, Any]) -> Iterator[str]:
+    """The mutants that come nearest to surviving, in each dtype."""
+    for dtype in outcome["dtypes"]:
+        ratios = {
+            entry["name"]: entry["dtypes"][dtype]["largest"]
+            for entry in outcome["mutants"]
+            if dtype in entry["dtypes"] and entry["dtypes"][dtype]["largest"] is not None
+        }
+        nearest = sorted(ratios, key=ratios.__getitem__)[:3]
+        yield (
+            f"Weakest in {dtype}: " + ", ".join(f"{name} ({_number(ratios[name])})" for name in nearest) + "."
+        )
+        yield ""
 
 
 def _honest(outcome: dict[str, Any]) -> Iterator[str]:
@@ -57,7 +74,7 @@ def _honest(outcome: dict[str, Any]) -> Iterator[str]:
 def _mutants(outcome: dict[str, Any]) -> Iterator[str]:
     yield "## Mutants"
     yield ""
-    yield "Families that catch it in every dtype in which it exists; of some, in how many."
+    yield "A family without a number catches it in every dtype that can show it; `core (2)` in two of them."
     yield ""
     yield from _head("mutant | breaks | caught by", list(outcome["dtypes"]))
     for entry in outcome["mutants"]:
