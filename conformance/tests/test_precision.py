@@ -75,10 +75,13 @@ for _name in ("tf32", "bf16x1"):
     }
 SURVIVORS["bf16x1", "float32"].add("virtual outputs stored in 16 bits")  # the fourth; tf32 shows it
 # It exists where e differs from d under RoPE, in cases whose logits are sums of terms of both signs. In
-# bf16x1 and float32, half of the limits are over a quarter of the logit, and over the output itself. (In
-# bfloat16 even `highest` leaves only 2.7 of a limit.)
-for _name, _dtype in (("tf32", "bfloat16"), *(("bf16x1", dtype) for dtype in NARROW)):
-    SURVIVORS[_name, _dtype].add("exponent of the value's width")
+# bf16x1 and float32, half of the limits are over a quarter of the logit, and over the output itself.
+for _dtype in NARROW:
+    SURVIVORS["bf16x1", _dtype].add("exponent of the value's width")
+# A bias of half a unit in the last place, 2**-12: what a class may add to an element counts in full in the
+# limits of mean and gain, and is as much for numbers of more bits than bfloat16 has.
+for _name in ("bf16x3", "bf16x1"):
+    SURVIVORS[_name, "float16"].add("virtual outputs truncated, not rounded")
 # Logits smaller by a fifth or a seventh, where d is 5 or 6: in those cases a limit is as a rule as large as
 # its output for 6, and half as large for 5. (In bfloat16 a case shows it.)
 for _dtype in ("float32", "float16"):
