@@ -5,17 +5,43 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from iha_conformance.corpus import Case
-from iha_conformance.judge import Expectation, judge
-from iha_conformance.power.measure import corpus, excess
-from iha_conformance.power.outcome import Measured
-from iha_conformance.protocol import Result, Target, Verdict
-from iha_conformance.runner import Suite, run_suite
+from iha_conformance.power.measure import corpus
+from iha_conformance.power.outcome import Measured, digest
+from iha_conformance.protocol import Job, Result, Target, TargetInfo
+from iha_conformance.runner import Row, run_suite
+from iha_conformance.selection import Filters, select
+
+
+class _Noting:
+    """A target, with the digests of its outputs noted by case and dtype."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self.digests: dict[tuple[str, str], bytes] = {}
+
+    @property
+    def info(self) -> TargetInfo:
+        return self._target.info
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self._target.capabilities
+
+    @property
+    def takes_all(self) -> bool:
+        return self._target.takes_all
+
+    def evaluate(self, jobs: Iterable[Job]) -> Iterator[Result]:
+        for result in self._target.evaluate(jobs):
+            if "output" in result.arrays:
+                self.digests[result.case_id, result.dtype] = digest(result.arrays["output"])
+            yield result
+
+    def close(self) -> None:
+        self._target.close()
 
 
 def measure_targets(targets: Sequence[Target], dtypes: Sequence[str]) -> Mapping[str, Mapping[str, Measured]]:
@@ -23,34 +49,23 @@ def measure_targets(targets: Sequence[Target], dtypes: Sequence[str]) -> Mapping
 
     A dtype that a target refuses is left out. The caller closes the targets.
     """
-    pairs = [
-        (case, dtype)
-        for case in corpus()
-        if "quick" in case.flags
-        for dtype in dtypes
-        if dtype in case.dtypes
-    ]
+    noting = [_Noting(target) for target in targets]
+    pairs = select(corpus(), Filters(dtype=tuple(dtypes), quick=True))
     found: dict[str, dict[str, Measured]] = {}
-    for target in targets:
-        of_target: dict[str, Measured] = defaultdict(lambda: Measured(ratios={}))
-
-        def judge_and_keep(
-            case: Case,
-            dtype: str,
-            expectation: Expectation | None,
-            result: Result,
-            kept: dict[str, Measured] = of_target,
-        ) -> Verdict:
-            verdict = judge(case, dtype, expectation, result)
-            if verdict.status in ("passed", "failed"):
-                digests = {}
-                with contextlib.suppress(KeyError):
-                    output = result.arrays["output"]
-                    digests[case.id] = hashlib.sha256(output.tobytes()).digest()
-                more = Measured(ratios={case.family: excess(verdict)}, digests=digests)
-                kept[dtype] = kept[dtype].with_more(more)
-            return verdict
-
-        run_suite([target], pairs, suite=Suite(judge=judge_and_keep))
-        found[target.info.name] = dict(of_target)
+    for target, report in zip(noting, run_suite(noting, pairs), strict=True):
+        of_target = found.setdefault(report.info.name, {})
+        for row in report.rows:
+            if row.status in ("passed", "failed"):
+                before = of_target.get(row.dtype, Measured(ratios={}))
+                of_target[row.dtype] = before.with_more(_measured(row, target.digests))
     return found
+
+
+def _measured(row: Row, digests: Mapping[tuple[str, str], bytes]) -> Measured:
+    """What a row of a report says; a failure without a ratio is beyond any number."""
+    without = math.inf if row.status == "failed" else 0.0
+    key = row.id, row.dtype
+    return Measured(
+        ratios={row.family: without if row.ratio is None else row.ratio},
+        digests={row.id: digests[key]} if key in digests else {},
+    )

@@ -42,16 +42,17 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """An item, and the call with it changed."""
+    """An item, the call with it changed, and the feature that it is a part of, if it is one of `LEVELS`."""
 
     item: str
     inputs: Mapping[str, Any]
     config: Mapping[str, Any]
+    feature: str = ""
 
 
 def changes(case: Case, inputs: Inputs) -> Iterator[Change]:
     """Every item of a case, changed one at a time."""
-    for make in (_parameters, _tensors, _arguments, _offset, _configuration, _pairs):
+    for make in (_parameters, _tensors, _arguments, _offset, _configuration):
         yield from make(case, inputs)
 
 
@@ -128,25 +129,13 @@ def all_pairs() -> Iterator[str]:
                 yield pair_item(one, other)
 
 
-def _feature(item: str, case: Case) -> str:
-    """The feature that an item of a case is about; "" if it is about none."""
-    name = item.replace("[", " ").replace(",", " ").split()[0]
-    if name.startswith("alpha") and case.sizes["G"] < case.sizes["H"]:
-        return "heads" if name != "alpha_q" else ""
-    return {"window_unit": "window", "alpha_k": "heads", "alpha_v": "heads"}.get(name, name)
-
-
-def _pairs(case: Case, inputs: Inputs) -> Iterator[Change]:
-    """Every feature of a case changed, beside every other one that it has."""
+def items(case: Case, change: Change) -> list[str]:
+    """What a change of a case binds: its own item, and its feature beside every other one of the case."""
     found = levels(case)
-    for make in (_parameters, _arguments, _offset, _configuration):
-        for change in make(case, inputs):
-            name = _feature(change.item, case)
-            if name in found:
-                for other in found.items():
-                    if meaningful((name, found[name]), other):
-                        item = pair_item((name, found[name]), other)
-                        yield Change(item, change.inputs, change.config)
+    if change.feature not in found:
+        return [change.item]
+    one = change.feature, found[change.feature]
+    return [change.item, *(pair_item(one, other) for other in found.items() if meaningful(one, other))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +161,12 @@ def bind(dtype: str, cases: Sequence[Case] | None = None, expected: Iterable[str
         if dtype not in case.dtypes:
             continue
         inputs = build_inputs(case, dtype)
-        open_items = [change for change in changes(case, inputs) if not bound.get(change.item)]
-        if open_items:
-            problem = Problem.of(case, dtype)
-            for change in open_items:
-                bound[change.item] = bound.get(change.item, False) or moves(problem, change)
+        problem: Problem | None = None
+        for change in changes(case, inputs):
+            unbound = [item for item in items(case, change) if not bound.get(item)]
+            if unbound:
+                problem = problem or Problem.of(case, dtype)
+                bound |= dict.fromkeys(unbound, moves(problem, change))
     return Bound(tuple(bound), tuple(item for item, moved in bound.items() if not moved))
 
 
@@ -254,8 +244,10 @@ def _configuration(case: Case, inputs: Inputs) -> Iterator[Change]:
         for value in () if idle.get(field) else values:
             was = config[field]
             item = f"{field} {was!r}, not {value!r}" if field in CHOICES else f"{field} {was!r}"
-            yield Change(item, inputs, {**config, field: value})
+            feature = "window" if field == "window_unit" else field
+            yield Change(item, inputs, {**config, field: value}, feature)
 
 
 def _with(case: Case, inputs: Inputs, item: str, name: str, value: Any) -> Change:
-    return Change(item, {**inputs, name: value}, case.config)
+    feature = "heads" if name in ("alpha_k", "alpha_v") else name
+    return Change(item, {**inputs, name: value}, case.config, feature)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
 
 from iha_conformance.power.must_bind import FACTOR, Bound
 
@@ -115,6 +119,11 @@ class Outcome:
                 yield f"{dtype}: {item} moves no output by {FACTOR:g} limits"
         if len(self.mutants) < FEWEST_MUTANTS:
             yield f"expected at least {FEWEST_MUTANTS} mutants, found {len(self.mutants)}"
+
+
+def digest(output: np.ndarray[Any, Any]) -> bytes:
+    """Of the bits of an output."""
+    return hashlib.sha256(output.tobytes()).digest()
 
 
 def _differ(ours: Digests, theirs: Digests) -> bool:

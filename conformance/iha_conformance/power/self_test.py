@@ -6,7 +6,6 @@ case of every dtype that can show it, however it rounds; all that a port may mis
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from iha_conformance.power import must_bind
 from iha_conformance.power.honest import HONEST
 from iha_conformance.power.measure import Problem, corpus, excess, mutant_ratio, stages, verdict
 from iha_conformance.power.mutants import MUTANTS, Mutant
-from iha_conformance.power.outcome import CAUGHT, Measured, Outcome
+from iha_conformance.power.outcome import CAUGHT, Measured, Outcome, digest
 from iha_conformance.power.port import ROUNDINGS
 from iha_conformance.protocol import DTYPES
 from iha_conformance.runner import HarnessError
@@ -56,7 +55,7 @@ def _measure_honest(name: str, family: str, problems: Sequence[Problem]) -> Meas
     for problem in problems:
         found = stages(make(rounding, stages=True), problem)
         worst = max(worst, excess(verdict(found, problem)))
-        digests[problem.case.id] = hashlib.sha256(found["output"].tobytes()).digest()
+        digests[problem.case.id] = digest(found["output"])
     return Measured(ratios={family: worst}, digests=digests)
 
 
