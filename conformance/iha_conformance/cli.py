@@ -137,6 +137,7 @@ def iha(context: click.Context) -> None:
     iha run --exec "./port"          your own command, in any language
     iha case                         the cases, a line each
     iha case ID                      what a case is, and the answer it expects
+    iha diagnose port:attention      what a port computes instead, axis by axis
     iha self-test                    whether the suite catches what it should
     iha vectors export DIR           the cases as files, for a port on another machine
     iha vectors check DIR OUT_DIR    judge the files that it wrote
@@ -291,6 +292,89 @@ def case(case_id: str | None, dtype: str | None, family: tuple[str, ...], json_n
         output.write(shown.render())
         output.flush()
     return PASSED
+
+
+@iha.command()
+@click.argument("target", metavar="[TARGET]", required=False)
+@click.option(
+    "--exec",
+    "command",
+    metavar="'CMD ARGS'",
+    help="In place of TARGET: a command in any language, as for iha run. It is run several times as CMD ARGS"
+    " IN_DIR OUT_DIR, since some questions depend on earlier answers.",
+)
+@click.option(
+    "--dtype",
+    metavar="NAME",
+    help="Ask in float64, float32, float16 or bfloat16. Default: the first that the target takes of float32,"
+    " float64, bfloat16, float16. Rules show best in float32 and float64.",
+)
+@click.option(
+    "--device", metavar="NAME", help="Device of a backend, as for iha run: cuda, gpu, tpu, mps. Default: cpu."
+)
+@click.option(
+    "--precision",
+    metavar="CLASS",
+    help="Precision class of the products: highest, tf32, bf16x3 or bf16x1. It is set for a backend, declared"
+    " for a callable or a command, and its limits say what rounding explains. Default: highest.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True, max=86400),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for one call, which is made twice; after that it counts as unanswered and its process is"
+    " ended. After three such calls in a row no more are made. A command is ended if it writes no new file"
+    " for that long.",
+)
+@click.option(
+    "--fix",
+    is_flag=True,
+    help="Print what to do to canonical arguments, and to a checkpoint of canonical weights, so that the port"
+    " as it is gives the canonical output, in lines of NumPy, as far as there is such a change.",
+)
+@click.option("--json", "json_name", metavar="FILE", help="Write the diagnosis as JSON, whole or not at all.")
+def diagnose(
+    target: str | None,
+    command: str | None,
+    dtype: str | None,
+    device: str | None,
+    precision: str | None,
+    timeout: float,
+    fix: bool,
+    json_name: str | None,
+) -> int:
+    """Find out which dialect of the operation a port speaks.
+
+    TARGET is MODULE:CALLABLE, a function fn(inputs, config) as for iha run --target, or the name of a
+    backend: torch, jax, mlx, jax:splash or array-api:NAMESPACE.
+
+    Ports differ in the order of a tensor's axes, the order of virtual tokens, mask, window, rotation, scale,
+    norms and more: 21 axes. This makes some dozens of calls, names the value on each axis, and says for each
+    that is not as SPEC.md has it what that means for weights and how to mend it. An axis that no answer
+    settles is ambiguous. Where no dialect explains all answers it names the first stage that is wrong under
+    every one of them; for that a port has to return the stages of SPEC.md chapter 4 by name.
+
+    A canonical dialect is no pass: iha run judges rounding, extremes, ids, positions and errors, too.
+
+    Exit status: 0 if a dialect was found, canonical or not, 1 if none explains what the target answers, 2 for
+    an error of usage or of the kit itself, or a target that answers nothing.
+    """
+    with _faults_in_one_line():
+        from iha_conformance.diagnose.command import diagnose_command
+
+        matched = diagnose_command(
+            target,
+            command,
+            dtype=dtype,
+            device=device,
+            precision=precision,
+            timeout=timeout,
+            json_name=json_name,
+            fix=fix,
+        )
+    return PASSED if matched else FAILED
 
 
 @iha.group(invoke_without_command=True)

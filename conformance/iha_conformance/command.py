@@ -127,6 +127,7 @@ def judge_targets(plan: Plan, pairs: Sequence[Pair], options: Options) -> bool:
         reports,
         options.filters,
         spec_version=SPEC_VERSION,
+        launches=[target.launch for target in targets],
         precision=options.precision,
         absent=absent,
         fault=fault,

@@ -76,26 +76,29 @@ def test_passing_run_ends_with_0():
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("name", "reason", "has_values"),
     [
-        ("off_by_one", "stage output"),
-        ("wrong_shape", "(2, 7, 3, 4, 1)"),
-        ("all_nan", "nan"),
-        ("raises", "raised: ZeroDivisionError: gr\u00f6\u00dfer \u2265 [red]0[/red] [MIX-1]"),
-        ("crashes", "crashed: the process ended with exit status 3"),
-        ("exits", "crashed: SystemExit: enough"),
-        ("no_output", "missing: expected 'output'"),
-        ("returns_list", "raised: TypeError: `output`: expected a numpy array, got list"),
-        ("wears_out", "second run: "),
+        ("off_by_one", "stage output", True),
+        ("wrong_shape", "(2, 7, 3, 4, 1)", True),
+        ("all_nan", "nan", True),
+        ("raises", "raised: ZeroDivisionError: gr\u00f6\u00dfer \u2265 [red]0[/red] [MIX-1]", False),
+        ("crashes", "crashed: the process ended with exit status 3", False),
+        ("exits", "crashed: SystemExit: enough", False),
+        ("no_output", "missing: expected 'output'", False),
+        ("returns_list", "raised: TypeError: `output`: expected a numpy array, got list", False),
+        ("wears_out", "second run: ", True),
     ],
 )
-def test_failing_case_ends_with_1(name, reason):
+def test_failing_case_ends_with_1(name, reason, has_values):
     process = run_fake(name)
     assert (process.returncode, process.stderr) == (1, "")
     (line,) = [line for line in process.stdout.splitlines() if line.startswith("FAILED")]
     assert line.startswith(f"FAILED fake_targets:{name}: {CASE}, float32")
     assert reason in line
-    assert process.stdout.splitlines()[-1].endswith(f"FAILED by fake_targets:{name}")
+    lines = process.stdout.splitlines()
+    diagnosis = f"To see what it computes instead: iha diagnose fake_targets:{name}"
+    assert lines[-1] == diagnosis if has_values else diagnosis not in lines
+    assert lines[-1 - has_values].endswith(f"FAILED by fake_targets:{name}")
 
 
 def test_hanging_case_ends_with_1():

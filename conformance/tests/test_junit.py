@@ -13,7 +13,7 @@ from test_report import MIXED, SHA, make_report, make_row
 
 from iha_conformance import cli
 from iha_conformance.report.junit import as_junit
-from iha_conformance.report.reproduction import reproduce
+from iha_conformance.report.reproduction import diagnose_command, reproduce
 from iha_conformance.runner import TargetReport
 from iha_conformance.selection import Filters
 from iha_conformance.targets.messages import Launch
@@ -151,6 +151,26 @@ def test_times_are_plain_numbers():
 )
 def test_the_command_has_what_the_target_was_launched_with(launch, expected):
     assert reproduce(launch, "core/one", "float16") == f"iha run {expected} --case core/one --dtype float16"
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [
+        (NUMPY, "array-api:numpy"),
+        (
+            Launch(kind="backend", name="torch", device="cuda", precision="tf32"),
+            "torch --device cuda --precision tf32",
+        ),
+        (Launch(kind="callable", name="port:fn", precision="bf16x1"), "port:fn --precision bf16x1"),
+        (Launch(kind="exec", name="./a port", directory="/x"), "--exec './a port'"),
+    ],
+)
+def test_the_command_that_diagnoses_a_target(launch, expected):
+    assert diagnose_command(launch) == f"iha diagnose {expected}"
+
+
+def test_files_are_not_diagnosed():
+    assert diagnose_command(Launch(kind="files", name="out", directory="vectors")) is None
 
 
 def test_the_command_runs_that_case_alone(tmp_path, monkeypatch, capfd):

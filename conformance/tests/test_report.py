@@ -25,6 +25,7 @@ from iha_conformance.report.json_report import as_json, open_json
 from iha_conformance.report.terminal import _fold, describe_failure, print_report
 from iha_conformance.runner import Row, TargetReport
 from iha_conformance.selection import Filters
+from iha_conformance.targets.messages import Launch
 from iha_core.spec_files import spec_path
 
 SCHEMA = json.loads(spec_path("schemas/report.schema.json").read_text())
@@ -521,3 +522,58 @@ def test_stages_are_asked_for_where_only_the_output_is_known_to_be_wrong(stage, 
     ratio = None if stage is None else 2.0
     report = make_report(make_row("failed", id="mask/one", stage=stage, reason="off", ratio=ratio))
     assert any(line.startswith("HINT ") for line in printed(report).splitlines()) == hinted
+
+
+# What diagnoses a failure
+
+DIAGNOSIS = "To see what it computes instead: "
+PORT = Launch(kind="callable", name="port:fn")
+
+
+def wrong(**fields) -> Row:
+    return make_row("failed", **{"stage": "logits", "reason": "off", "ratio": 2.0} | fields)
+
+
+def test_last_line_says_what_diagnoses_all_that_failed():
+    reports = [make_report(*rows) for rows in ([make_row()], [wrong()], [wrong(), make_row(id="core/two")])]
+    launches = [
+        Launch(kind="backend", name="jax"),
+        Launch(kind="backend", name="torch", device="cuda", precision="tf32"),
+        Launch(kind="exec", name="./a port"),
+    ]
+    lines = printed(*reports, launches=launches).splitlines()
+    assert lines[-1] == (
+        f"{DIAGNOSIS}iha diagnose torch --device cuda --precision tf32; iha diagnose --exec './a port'"
+    )
+    assert lines[-2].endswith("FAILED by array-api:numpy, array-api:numpy")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [make_row()],
+        [make_row("failed", ratio=None, failure="crashed", reason="crashed: gone")],
+        [make_row("failed", ratio=None, failure="raised", reason="raised: ValueError")],
+        [make_row("failed", id="invalid/x", ratio=None, capability="invalid", reason="accepted")],
+        # right in another dtype: rounding, not another function
+        [wrong(dtype="bfloat16"), make_row(dtype="float32")],
+        [make_row("refused", ratio=None)],
+    ],
+    ids=["passed", "crashed", "raised", "invalid", "rounding", "refused"],
+)
+def test_what_no_diagnosis_explains_has_no_such_line(rows):
+    assert DIAGNOSIS not in printed(make_report(*rows), launches=[PORT])
+
+
+def test_a_refused_dtype_does_not_speak_against_a_dialect():
+    rows = [wrong(dtype="float32"), make_row("refused", dtype="bfloat16", ratio=None)]
+    assert printed(make_report(*rows), launches=[PORT]).splitlines()[-1] == DIAGNOSIS + "iha diagnose port:fn"
+
+
+def test_files_have_no_diagnosis():
+    launch = Launch(kind="files", name="out", directory="vectors")
+    assert (
+        printed(make_report(wrong()), launches=[launch])
+        .splitlines()[-1]
+        .endswith("FAILED by array-api:numpy")
+    )

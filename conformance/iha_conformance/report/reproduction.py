@@ -1,4 +1,4 @@
-"""The command that runs one case again."""
+"""The commands that run one case again, and that find out what is wrong with a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,19 @@ def reproduce(launch: Launch, case_id: str, dtype: str) -> str:
         words = ["iha", "vectors", "check", launch.directory, launch.name]
         return shlex.join(words + ([] if launch.precision is None else ["--precision", launch.precision]))
     option = {"backend": "--backend", "callable": "--target", "exec": "--exec"}[launch.kind]
-    words = ["iha", "run", option, launch.name]
-    for option, value in (("--device", launch.device), ("--precision", launch.precision)):
-        words += [option, value] if value is not None else []
+    words = ["iha", "run", option, launch.name, *_how(launch)]
     return shlex.join([*words, "--case", case_id, "--dtype", dtype])
+
+
+def diagnose_command(launch: Launch) -> str | None:
+    """The command that diagnoses the target; None for files, which answer no questions."""
+    if launch.kind == "files":
+        return None
+    named = ["--exec", launch.name] if launch.kind == "exec" else [launch.name]
+    return shlex.join(["iha", "diagnose", *named, *_how(launch)])
+
+
+def _how(launch: Launch) -> list[str]:
+    """The options that say how a target is launched."""
+    options = (("--device", launch.device), ("--precision", launch.precision))
+    return [word for option, value in options if value is not None for word in (option, value)]

@@ -25,8 +25,10 @@ from rich.text import Text
 
 from iha_conformance.protocol import DIFFERS, DTYPES
 from iha_conformance.report.output import PLAIN_WIDTH, console
+from iha_conformance.report.reproduction import diagnose_command
 from iha_conformance.runner import Row, Summary, TargetReport
 from iha_conformance.selection import Filters
+from iha_conformance.targets.messages import Launch
 from iha_core.bounds import HIGHEST
 
 OFFER_STAGES = (
@@ -122,6 +124,7 @@ def print_report(
     filters: Filters,
     *,
     spec_version: str,
+    launches: Sequence[Launch] = (),
     precision: str | None = None,
     absent: Iterable[str] = (),
     fault: str | None = None,
@@ -133,6 +136,7 @@ def print_report(
         reports: one for each target.
         filters: what the run was limited to.
         spec_version: version of the specification.
+        launches: what each target was launched by, so that its diagnosis can be named.
         precision: precision class whose limits judged, if one was asked for.
         absent: one line for each backend that was not run because it is not installed.
         fault: why the run as a whole does not count, if so.
@@ -146,6 +150,7 @@ def print_report(
         *_left_out(reports),
         *absent,
         _verdict(reports, filters, spec_version, fault),
+        *_diagnoses(reports, launches),
     ]
     for line in lines:
         _print_line(out, line)
@@ -330,6 +335,26 @@ def _verdict(reports: Sequence[TargetReport], filters: Filters, version: str, fa
         f" {count.passed} passed, {count.failed} failed, {count.skipped} skipped,"
         f" {count.not_applicable} not applicable{limited}: {verdict}"
     )
+
+
+def _diagnoses(reports: Sequence[TargetReport], launches: Sequence[Launch]) -> list[str]:
+    """One line with the commands that diagnose what failed, where a diagnosis can explain it."""
+    failed = [launch for report, launch in zip(reports, launches, strict=False) if _is_explicable(report)]
+    commands = [command for launch in failed if (command := diagnose_command(launch)) is not None]
+    return ["To see what it computes instead: " + "; ".join(commands)] if commands else []
+
+
+def _is_explicable(report: TargetReport) -> bool:
+    """Whether some case has wrong values in every dtype in which it was executed.
+
+    A dialect has them in all; where some pass, arithmetic is at fault. Nor does a dialect say why a
+    target crashes, hangs or takes bad input.
+    """
+    wrong: dict[str, list[bool]] = {}
+    for row in report.rows:
+        if row.status in ("passed", "failed"):
+            wrong.setdefault(row.id, []).append(row.status == "failed" and row.stage is not None)
+    return any(all(of) for of in wrong.values())
 
 
 def _cases(count: int) -> str:

@@ -1,0 +1,1 @@
+"""Which dialect of the operation a port speaks, found from outside (`iha diagnose`)."""
