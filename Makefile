@@ -42,8 +42,9 @@ power: $(STAMP)  ## run the self-test and write the tables of docs/power.md
 	$(BIN)/iha self-test --json $(VENV)/self-test.json
 	$(BIN)/python conformance/tools/power_page.py $(VENV)/self-test.json docs/power.md
 
-porting: $(STAMP)  ## write what the commands of PORTING.md print
+porting: $(STAMP)  ## write what the commands of PORTING.md and docs/diagnose.md print
 	$(BIN)/python conformance/tools/porting_page.py $(ARGS)
+	$(BIN)/python conformance/tools/porting_page.py docs/diagnose.md $(ARGS)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -87,17 +87,17 @@ class Description:
             "requirements": list(case.requirements),
             "flags": sorted(case.flags),
             "sizes": dict(case.sizes),
-            "config": _plain(dict(case.config)),
+            "config": as_plain(dict(case.config)),
             "layout": case.layout,
             "dtypes": list(case.dtypes),
             "capability": case.capability,
             "invalid": None if invalid is None else {"error": invalid.error, "argument": invalid.argument},
             "dtype": self.dtype,
-            "inputs": {name: _value(value) for name, value in self.inputs.items()},
-            "mask": None if self.mask is None else _value(self.mask.astype(np.int64)),
+            "inputs": {name: array_as_json(value) for name, value in self.inputs.items()},
+            "mask": None if self.mask is None else array_as_json(self.mask.astype(np.int64)),
             "stages": None
             if self.stages is None
-            else {name: _value(array) for name, array in self.stages.items()},
+            else {name: array_as_json(array) for name, array in self.stages.items()},
             "limits": _ranges(self.limits),
             "companions": _ranges(self.companions),
         }
@@ -107,11 +107,13 @@ class Description:
         sections = [_head(self.case, self.dtype)]
         if self.mask is not None:
             sections.append(_draw_mask(self.mask, self.case.sizes.get("P", 1)))
-        shown = "\n".join(_show(name, value) for name, value in self.inputs.items())
+        shown = "\n".join(render_array(name, value) for name, value in self.inputs.items())
         sections.append(f"Inputs\n{shown}")
         if self.stages is not None:
             limits = self.limits or {}
-            shown = "\n".join(_show(name, array, limits.get(name)) for name, array in self.stages.items())
+            shown = "\n".join(
+                render_array(name, array, limits.get(name)) for name, array in self.stages.items()
+            )
             sections.append(f"Stages (exact answer in float64; limits of {self.dtype})\n{shown}")
         if self.companions:
             shown = "\n".join(f"  {kind}: {limit}" for kind, limit in self.companions.items())
@@ -242,7 +244,7 @@ def _draw_mask(mask: np.ndarray[Any, Any], P: int) -> str:
     return "\n".join(lines)
 
 
-def _show(name: str, value: Any, limit: Range | None = None) -> str:
+def render_array(name: str, value: Any, limit: Range | None = None) -> str:
     if not isinstance(value, np.ndarray):
         return f"  {name} = {value!r}"
     head = f"  {name} {value.dtype.name} ({', '.join(map(str, value.shape))})"
@@ -266,10 +268,10 @@ def _ranges(ranges: Mapping[str, Range] | None) -> dict[str, Any] | None:
     return None if ranges is None else {name: dataclasses.asdict(limit) for name, limit in ranges.items()}
 
 
-def _value(value: Any) -> Any:
+def array_as_json(value: Any) -> Any:
     """An input or stage as JSON; an array is an object with its shape, dtype and elements."""
     if not isinstance(value, np.ndarray):
-        return _plain(value)
+        return as_plain(value)
     flat = value.ravel()
     if value.dtype.name == "bfloat16":
         flat = flat.astype(np.float64)
@@ -279,18 +281,18 @@ def _value(value: Any) -> Any:
         "dtype": value.dtype.name,
         "shape": list(value.shape),
         "cut": cut,
-        "values": [_plain(element) for element in elements],
+        "values": [as_plain(element) for element in elements],
     }
 
 
-def _plain(value: Any) -> Any:
+def as_plain(value: Any) -> Any:
     """A value as JSON has it; NaN and infinities as strings, anything unknown as its repr."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [as_plain(item) for item in value]
     return repr(value)

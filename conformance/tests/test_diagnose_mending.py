@@ -309,7 +309,8 @@ def test_reshaping_a_collapse_per_head_has_no_remedy():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"ignores": ("query_offset",)}, {"refuses": (Refusal(what="query_offset", reason="no"),)}]
+    "fields",
+    [{"ignores": ("query_offset",)}, {"refuses": (Refusal(what="query_offset", reason="no", said=True),)}],
 )
 def test_alignment_needs_a_port_that_takes_query_offset(fields):
     found = Dialect(alignment="first")

@@ -63,7 +63,10 @@ DEVIATING = diagnosis(
     possible={"order": ("token_major", "reshaped"), "qk_multiplier": (1.0,)},
     follows=("rope_theta", "rope_pairing"),
     ignores=("segment_ids",),
-    refuses=(Refusal(what="window", reason="no windows"), Refusal(what="G < H", reason="")),
+    refuses=(
+        Refusal(what="window", reason="no windows", said=True),
+        Refusal(what="G < H", reason="", said=True),
+    ),
     unexplained=("alignment",),
     notes=("second run differs in bits",),
 )
@@ -134,8 +137,8 @@ def test_json_of_a_match():
     assert document["follows"] == ["rope_theta", "rope_pairing"]
     assert document["ignores"] == ["segment_ids"]
     assert document["refuses"] == [
-        {"what": "window", "reason": "no windows"},
-        {"what": "G < H", "reason": ""},
+        {"what": "window", "reason": "no windows", "said": True},
+        {"what": "G < H", "reason": "", "said": True},
     ]
     assert document["unexplained"] == ["alignment"]
     assert document["notes"] == ["second run differs in bits"]
@@ -275,7 +278,7 @@ def test_first_lines_say_who_was_asked_how_and_the_verdict():
     assert lines[0] == "port:attention: function 0.1, cpu, precision undeclared"
     assert lines[1].startswith("asked in float64, 42 calls answered; causal='virtual', window=None, ")
     assert lines[2] == "P = 3 and a collapse of shape (H, H, P) unless said otherwise"
-    assert lines[4] == "It speaks the canonical dialect: all axes are as IHA 1.1 has them."
+    assert lines[4].startswith("It speaks the canonical dialect: all axes are as IHA 1.1 has them. That is ")
     assert lines[5].startswith("It agrees on alpha_q_axes, alpha_k_axes, ")
     assert lines[-1] == "IHA 1.1, diagnose: canonical"
     per_head = diagnosis(Dialect(collapse_kind="per_head"), per_head=True, P=1, calls=1)
@@ -327,11 +330,11 @@ def test_ignoring_is_not_allowed_and_refusing_is():
 def test_ambiguity_is_explained():
     lines = [line for line in lines_of(DEVIATING) if line.startswith("AMBIGUOUS")]
     assert lines == [
-        "AMBIGUOUS order (token_major or reshaped): no call that it answered tells values apart, so the same"
+        "AMBIGUOUS order (token_major or reshaped): no call that it answered tells these apart, so the same"
         " outputs come either way",
         "AMBIGUOUS window_unit, window_bound: it refuses window, so there is nothing to tell",
-        "AMBIGUOUS qk_multiplier: without a QK norm a multiplier counts as scale, so every value is the same"
-        " function",
+        "AMBIGUOUS qk_multiplier: without a QK norm a multiplier counts as scale, so every value gives the"
+        " same results",
     ]
 
 
@@ -346,7 +349,7 @@ def test_ambiguity_is_explained():
 )
 def test_axes_without_effect_say_why(values, axis, reason):
     (line,) = [line for line in lines_of(diagnosis(Dialect(**values), unsure=(axis,))) if "AMBIGUOUS" in line]
-    assert line == f"AMBIGUOUS {axis}: {reason}, so every value is the same function"
+    assert line == f"AMBIGUOUS {axis}: {reason}, so every value gives the same results"
     told = diagnosis(Dialect(), unsure=(axis,))
     assert not any(reason in line for line in lines_of(told))
 
@@ -354,7 +357,7 @@ def test_axes_without_effect_say_why(values, axis, reason):
 @pytest.mark.parametrize(
     ("axis", "fields", "reason"),
     [
-        ("alignment", {"refuses": (Refusal(what="N < M", reason="no"),)}, "it refuses N < M"),
+        ("alignment", {"refuses": (Refusal(what="N < M", reason="no", said=True),)}, "it refuses N < M"),
         ("key_mask", {"ignores": ("key_mask",)}, "it ignores key_mask"),
     ],
 )
@@ -364,13 +367,15 @@ def test_what_is_not_taken_cannot_be_told(axis, fields, reason):
 
 
 def test_one_pseudo_head_tells_little():
-    one = diagnosis(Dialect(), unsure=("order",), refuses=(Refusal(what="P > 1", reason="one only"),))
+    one = diagnosis(
+        Dialect(), unsure=("order",), refuses=(Refusal(what="P > 1", reason="one only", said=True),)
+    )
     assert any(line.startswith("AMBIGUOUS order: with P = 1, ") for line in lines_of(one))
 
 
 def test_no_match_shows_where_it_goes_astray():
     lines = lines_of(ASTRAY)
-    assert lines[3] == (
+    assert lines[4] == (
         "No dialect of the operation explains what it answers: the first stage that is wrong under every one"
         " of them is logits."
     )
@@ -390,7 +395,7 @@ def test_no_match_shows_where_it_goes_astray():
         "  expected logits float64 (1, 1, 1, 3)\n    [[[[         0.5            1         -inf]]]]\n" in rest
     )
     assert "  found logits float64 (1, 1, 1, 3)\n    [[[[         0.5          nan         -inf]]]]\n" in rest
-    assert "same function" not in rest
+    assert "same results" not in rest
     assert any(line.startswith("AMBIGUOUS") and "causal (virtual or token)" in line for line in lines)
     assert lines[-1] == "IHA 1.1, diagnose: no dialect: first bad stage logits"
 
@@ -431,7 +436,7 @@ def test_fix_is_printed_where_asked_for():
         (
             diagnosis(Dialect(alignment="first")),
             "FIX for the arguments: after these lines, in this order, the port gives the canonical output if"
-            " it takes query_offset, which it was not asked for",
+            " it takes query_offset, which was not tried",
         ),
         (ASTRAY, "FIX for the arguments, in part: for the axes that are certain"),
         (diagnosis(Dialect(causal="none")), "FIX none: no weights make up for causal; mend the port."),

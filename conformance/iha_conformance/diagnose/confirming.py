@@ -43,15 +43,15 @@ def confirm(asker: Asker, setting: Setting, left: Sequence[Dialect], info: Targe
         info: who was asked.
     """
     asked = Dialect.of(AttentionConfig(**setting.config))
-    given = [answer for name, answer in asker.answers.items() if answer.answered and not _is_config(name)]
+    given = [answer for name, answer in asker.answers.items() if answer.answered and not _is_aside(name)]
     core = [answer for answer in given if answer.probe.name not in SCOPES]
     evidence = _Evidence(asker, core)
-    alike = [dialect for dialect in left if evidence.explains_all(dialect)]
+    alike = _likeliest(evidence, left, [answer for answer in given if answer not in core])
     # Of several names of one function the one that deviates least.
     alike.sort(key=lambda dialect: (_deviations(dialect, asked), dialect.order != asked.order))
     best = alike[0] if alike else _nearest(evidence, [asked, *left])
     explained = [answer for answer in given if evidence.explains(best, answer)]
-    possible = _possible(evidence, setting, alike or [best], [a for a in explained if a in core])
+    possible = _possible(evidence, setting, alike or [best], explained)
     named = _named(best)
     certain = {name: value for name, value in named.axes().items() if name not in possible}
     matched = evidence.explains_all(best)
@@ -61,9 +61,10 @@ def confirm(asker: Asker, setting: Setting, left: Sequence[Dialect], info: Targe
         bad = first_bad_stage(asker, best, asked, given, explained)
     if bad is not None:
         certain |= bad.certain
-        best = min(best, bad.assumed, key=evidence.mean_error)
+        best = bad.assumed  # the one that its stages speak for
         named = _named(best)
-    fields = _config_fields(evidence, setting, best)
+        explained = [answer for answer in given if evidence.explains(best, answer)]
+    fields = _config_fields(evidence, setting, asked, best)
     nearest = Nearest(dialect=named, error=evidence.error(best), agrees=len(explained), answered=len(given))
     return Diagnosis(
         info=info,
@@ -91,8 +92,26 @@ def confirm(asker: Asker, setting: Setting, left: Sequence[Dialect], info: Targe
     )
 
 
-def _is_config(name: str) -> bool:
-    return name.startswith("config-")
+def _likeliest(evidence: _Evidence, left: Sequence[Dialect], scopes: Sequence[Answer]) -> list[Dialect]:
+    """The dialects that explain all the evidence, and as many calls at other sizes as any of them."""
+    count = {
+        dialect: sum(evidence.explains(dialect, answer) for answer in scopes)
+        for dialect in left
+        if evidence.explains_all(dialect)
+    }
+    return [dialect for dialect in count if count[dialect] == max(count.values())]
+
+
+def _is_plain(answer: Answer) -> bool:
+    """Whether a call is made to show little, and not everything at random."""
+    return answer.probe.name.startswith(
+        ("equal-", "generic-", "order-", "reach-", "scale", "rope", "alpha-", "far")
+    )
+
+
+def _is_aside(name: str) -> bool:
+    """Whether a call has another configuration than the usual ones."""
+    return name.startswith(("config-", "setting-"))
 
 
 def _unexplained(
@@ -103,7 +122,7 @@ def _unexplained(
     if all(answer in explained for answer in usual):
         names = [a.probe.about for a in given if a not in explained and a.probe.about]
         yield from dict.fromkeys(names)
-        yield from (f"config.{name}" for name, outcome in fields.items() if outcome == "unexplained")
+        yield from (name for name, outcome in fields.items() if outcome == "unexplained")
 
 
 def _nearest(evidence: _Evidence, left: Sequence[Dialect]) -> Dialect:
@@ -173,7 +192,7 @@ def _named(dialect: Dialect) -> Dialect:
     return dialect.having(scale=Scale(), qk_multiplier=float(f"{multiplier:.9g}"))
 
 
-def _config_fields(evidence: _Evidence, setting: Setting, best: Dialect) -> dict[str, str]:
+def _config_fields(evidence: _Evidence, setting: Setting, asked: Dialect, best: Dialect) -> dict[str, str]:
     """What becomes of each field of the configuration that another value was given of, where that shows."""
     outcomes: dict[str, list[str]] = {}
     for field, value, probe in config_probes(setting, Amplitude()):
@@ -182,6 +201,9 @@ def _config_fields(evidence: _Evidence, setting: Setting, best: Dialect) -> dict
             continue
         heeding = _named(best).having(**{field: Scale(value, 0.0) if field == "scale" else value})
         if _identical(best, heeding, answer):
+            # It does what is asked for now; not because of that, if it did so before.
+            if _named(best).axes()[field] != asked.axes()[field] and evidence.explains(best, answer):
+                outcomes.setdefault(field, []).append("ignored")
             continue
         heeds, ignores = (evidence.explains(dialect, answer) for dialect in (heeding, best))
         if heeds != ignores:
@@ -201,18 +223,20 @@ def _ignored(best: Dialect, name: str, asker: Asker) -> bool:
 def _refusals(asker: Asker, setting: Setting) -> list[Refusal]:
     """What was not taken, each thing once."""
     first = [answer for name, answer in asker.answers.items() if name.startswith("setting-")]
-    reason = first[0].reason or "no output"
-    found = {}
+    found: dict[str, Answer] = {}
     if setting.config != AttentionConfig().to_dict():
-        found["the default configuration"] = reason
+        found["the default configuration"] = first[0]
     if setting.P == 1:
-        found["P > 1"] = reason
+        found["P > 1"] = first[0]
     if setting.per_head:
-        found["a collapse of shape (H, H, P)"] = reason
+        found["a collapse of shape (H, H, P)"] = first[0]
     for name, answer in asker.answers.items():
         if not answer.answered and answer.probe.about and not name.startswith("setting-"):
-            found.setdefault(answer.probe.about, answer.reason or "no output")
-    return [Refusal(what=what, reason=reason) for what, reason in found.items()]
+            found.setdefault(answer.probe.about, answer)
+    return [
+        Refusal(what=what, reason=answer.reason or "no output", said=answer.refused)
+        for what, answer in found.items()
+    ]
 
 
 def _notes(best: Dialect, answers: Iterable[Answer], *, matched: bool) -> Iterator[str]:
@@ -229,9 +253,10 @@ def _notes(best: Dialect, answers: Iterable[Answer], *, matched: bool) -> Iterat
 def _provable(explained: Sequence[Answer]) -> set[str]:
     """Axes of which some calls may say something, where not all are explained.
 
-    Answers of zeros say nothing, since many a fault has them.
+    Answers of zeros say nothing, since many a fault has them; nor do those to plain questions, in which one
+    fault looks like another.
     """
-    telling = [answer for answer in explained if np.any(answer.output)]
+    telling = [answer for answer in explained if np.any(answer.output) and not _is_plain(answer)]
     names = set(AXES) - set(NUMBERS) if telling else set()
     if all(is_square(answer) for answer in telling):
         names -= {"alpha_q_axes", "alpha_k_axes", "alpha_v_axes", "collapse_axes", "order"}
@@ -252,9 +277,6 @@ class _Evidence:
             near = self.asker.error(dialect, answer) <= FAR
             self._explained[key] = near and self.asker.explains(dialect, answer)
         return self._explained[key]
-
-    def explained(self, dialect: Dialect) -> list[Answer]:
-        return [answer for answer in self.answers if self.explains(dialect, answer)]
 
     def explains_all(self, dialect: Dialect) -> bool:
         return all(self.explains(dialect, answer) for answer in self.answers)

@@ -50,10 +50,17 @@ class Example:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Something that a port does not take: "window", "G < H", "P > 1" ..., and the reason it gave."""
+    """Something that a port does not take.
+
+    Attributes:
+        what: "window", "G < H", "P > 1" ...
+        reason: what it said, or what was wrong with what it gave.
+        said: whether it said so as a port may ([ERR-2]), and did not just fail.
+    """
 
     what: str
     reason: str
+    said: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,18 +114,28 @@ class Diagnosis:
     def deviates(self) -> tuple[str, ...]:
         """Axes whose certain value is not the canonical one."""
         canonical = self.asked.axes()
-        return tuple(name for name, value in self.certain.items() if value != canonical[name])
+        names = {name for name, value in self.certain.items() if value != canonical[name]}
+        # Two scales may be one number at a head width, and another at every other one.
+        if self.found is not None and "scale" in self.certain and self.found.scale != self.asked.scale:
+            names.add("scale")
+        return tuple(name for name in AXES if name in names)
 
     @property
     def excluded(self) -> tuple[str, ...]:
-        """Axes without a certain value, none of whose possible ones is canonical."""
+        """Axes without a certain value, none of whose possible ones is canonical, if a dialect matches."""
         canonical = self.asked.axes()
+        if not self.matched:
+            return ()
         return tuple(name for name, values in self.possible.items() if canonical[name] not in values)
 
     @property
     def canonical(self) -> bool:
-        """Whether it speaks the canonical dialect, as far as it could be asked."""
-        return self.matched and not self.deviates and not self.excluded and not self.unexplained
+        """Whether it speaks the canonical dialect, as far as it could be asked.
+
+        Under the configuration that it was asked with: what it ignores of another one does not count.
+        """
+        wrong = self.deviates or self.excluded or self.unexplained or "key_mask" in self.ignores
+        return self.matched and not wrong
 
     @property
     def ambiguous(self) -> tuple[str, ...]:

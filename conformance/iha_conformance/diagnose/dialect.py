@@ -10,7 +10,7 @@ from typing import Any, Literal
 from iha_core import AttentionConfig
 
 Value = str | int | float
-Tensor = Literal["alpha_q", "alpha_k", "alpha_v", "collapse"]
+Ragged = Literal["flat", "shifted", "block"]
 
 HEAD_WIDTH = 16
 """Head width at which numbers that depend on it, such as the scale, are given."""
@@ -117,8 +117,8 @@ class Dialect:
 
     Attributes:
         window: which window is kept to.
-        ragged: index of query token n, virtual or not, where order is "pseudo_major" and N is not M: "flat"
-            counts p*N + n from the first of the shifted queries, "block" p*M + n from that of each block.
+        ragged: index of virtual query (n, p) where order is "pseudo_major" and N is not M, with o = M - N for
+            queries that are the last ones: "flat" p*N + n + o*P, "shifted" p*N + n + o, "block" p*M + n + o.
     """
 
     alpha_q_axes: str = MIXING_ORDERS[0]
@@ -143,7 +143,7 @@ class Dialect:
     key_mask: str = "keep"
     values: str = "mixed"
     window: Window = Window()
-    ragged: Literal["flat", "block"] = "flat"
+    ragged: Ragged = "flat"
 
     @classmethod
     def of(cls, config: AttentionConfig, *, per_head: bool = False) -> Dialect:

@@ -277,7 +277,7 @@ def _pairing(found: Dialect, asked: Dialect) -> Step | None:
             "rows = [(np.arange(heads)[:, None] * d + lanes).ravel() for heads in (H, G)]",
             'weights["q_proj.weight"] = weights["q_proj.weight"][rows[0]]',
             'weights["k_proj.weight"] = weights["k_proj.weight"][rows[1]]',
-            "# alike the rows of q_proj.bias and k_proj.bias, and the lanes of q_norm.weight, k_norm.weight",
+            "# the same for q_proj.bias, k_proj.bias, and the lanes of q_norm.weight, k_norm.weight",
         ),
     )
 
@@ -302,7 +302,7 @@ def _sign(found: Dialect) -> Step:
             f"sign[{second}] = -1",
             'weights["q_proj.weight"] = weights["q_proj.weight"] * np.tile(sign, H)[:, None]',
             'weights["k_proj.weight"] = weights["k_proj.weight"] * np.tile(sign, G)[:, None]',
-            "# alike q_proj.bias and k_proj.bias",
+            "# the same for q_proj.bias and k_proj.bias",
         ),
     )
 

@@ -164,8 +164,8 @@ def _rows(dialect: Dialect, N: int, P: int, *, offset: int, block: int) -> Rows:
     """The virtual tokens of N tokens that begin at the offset; blocks of one pseudo index are so long."""
     if dialect.order == "pseudo_major":
         pseudo, token = np.divmod(np.arange(N * P), N)
-        flat = dialect.ragged == "flat"
-        index = pseudo * N + token + offset * P if flat else pseudo * block + token + offset
+        length = block if dialect.ragged == "block" else N
+        index = pseudo * length + token + offset * (P if dialect.ragged == "flat" else 1)
     else:
         token, pseudo = np.divmod(np.arange(N * P), P)
         index = (token + offset) * P + pseudo

@@ -11,14 +11,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from iha_conformance.diagnose.asking import Answer, Asker
 from iha_conformance.diagnose.confirming import confirm
 from iha_conformance.diagnose.diagnosis import Diagnosis
-from iha_conformance.diagnose.dialect import AXES, HEAD_WIDTH, Dialect, Scale, Window
+from iha_conformance.diagnose.dialect import AXES, HEAD_WIDTH, Dialect, Ragged, Scale, Window
 from iha_conformance.diagnose.fitting import fit_scale, fit_theta, polished, refine
 from iha_conformance.diagnose.probes import (
     HEADS,
@@ -46,6 +46,9 @@ MOST_LEFT = 200
 
 MOST_FITS = 4
 """How often the numbers of dialects that a fit sees alike are looked for."""
+
+MOST_VAIN = 24
+"""How many fits may explain nothing before a question has no more of them."""
 
 FEW_LEFT = 6
 """And of those that explain no answer."""
@@ -99,8 +102,15 @@ def _begin(target: Target, dtype: str | None, precision: str) -> tuple[Asker, Se
                 if asker.answers[key].answered:
                     return asker, setting
             reasons += [asker.answers[key].reason or "no output" for key in asked]
-    raise CommandError(
-        f"expected a target that answers some call, but all {len(reasons)} failed; the first: {reasons[0]}"
+            if all(asker.answers[key].gone for key in asked):  # no other call would do better
+                raise _none_answered(reasons)
+    raise _none_answered(reasons)
+
+
+def _none_answered(reasons: Sequence[str]) -> CommandError:
+    return CommandError(
+        f"expected a target that answers some call with B=1, N=M=2, H=G={HEADS}, P={HEADS} or 1 and"
+        f" d=e={HEAD_WIDTH}, but all {len(reasons)} failed; the first: {reasons[0]}"
     )
 
 
@@ -183,6 +193,10 @@ class _Search:
         self._question([f"order-{kind}"], orders, any_factor=linear)
         if any(dialect.window.kind == "half" for dialect in self._left):
             self._question([f"reach-{kind}"], orders, any_factor=linear)
+            answers = self._asker.answered([f"order-{kind}", f"reach-{kind}"])
+            if min(self._error(d, answers, any_factor=linear) for d in self._left) > self._asker.slack:
+                # No such window is there, and nothing else that is known; calls of many tokens cost much.
+                self._left = [dialect.having(window=Window()) for dialect in self._left]
 
     def _logit_questions(self) -> None:
         """Rotation, while all heads are mixed alike; then the mixing of queries and of keys."""
@@ -191,6 +205,8 @@ class _Search:
         self._question(["alpha-q"], _values("alpha_q_axes"))
         self._question(["alpha-k"], _values("alpha_k_axes"))
         self._question(["width"], {}, fit=_fit_power)
+        if not self._asker.answers["width"].answered:  # then nothing speaks against the usual power
+            self._left = [_with_power(dialect, self._asked.scale.power) for dialect in self._left]
         answers = self._asker.answered(["reach-softmax", "reach-linear"])
         if answers and min(self._error(d, answers) for d in self._left) > self._asker.slack:
             self._left = self._left[:FEW_LEFT]
@@ -203,9 +219,7 @@ class _Search:
         if all(dialect.window.kind == "config" for dialect in self._left):
             windows = {"window": (Window(), Window("none"))} | _values("window_unit", "window_bound")
             self._question(["window-1", "window-2", "window-3"], windows)
-        self._question(
-            ["alignment", "alignment-window"], _values("alignment") | {"ragged": ("flat", "block")}
-        )
+        self._question(["alignment", "alignment-window"], _values("alignment") | {"ragged": get_args(Ragged)})
         self._question(["key-mask"], {"key_mask": ("keep", "drop", "ignored")})
 
     def _ask_in_own_layouts(self, amplitude: Amplitude) -> None:
@@ -268,14 +282,16 @@ class _Search:
     def _fitted(self, candidates: Iterable[Dialect], fit: Fit, answers: Sequence[Answer]) -> list[Dialect]:
         """The candidates with the numbers that fit them best; those that the fit sees alike share one."""
         found: dict[Dialect, list[Dialect]] = {}
-        fitted = []
+        fitted, vain = [], 0
         for dialect in candidates:
             tried = found.setdefault(_as_seen_by(fit, dialect), [])
             good = tried and self._error(tried[-1], answers) <= self._asker.slack
             # One that is wrong in what the fit does not see may have spoilt it for the others.
-            if not good and len(tried) < MOST_FITS:
+            if not good and len(tried) < MOST_FITS and vain < MOST_VAIN:
                 tried.append(fit(self._asker, dialect, answers))
-            having = dialect.having(rope_theta=tried[-1].rope_theta, scale=tried[-1].scale)
+                vain += self._error(tried[-1], answers) > self._asker.slack
+            numbers = tried[-1] if tried else dialect
+            having = dialect.having(rope_theta=numbers.rope_theta, scale=numbers.scale)
             # Under linear attention the scale depends on what the fit of the rotation does not see.
             again = fit is _fit_rotation and dialect.normalisation == "none"
             fitted.append(fit_scale(self._asker, having, answers) if again else having)
@@ -329,6 +345,10 @@ def _fit_rotation(asker: Asker, dialect: Dialect, answers: Sequence[Answer]) -> 
 
 def _fit_power(asker: Asker, dialect: Dialect, answers: Sequence[Answer]) -> Dialect:
     """The power of the head width that the scale goes with, its value at `HEAD_WIDTH` being known."""
-    scale = dialect.scale.at(HEAD_WIDTH)
-    tried = [dialect.having(scale=Scale(scale / HEAD_WIDTH**power, power)) for power in POWERS]
+    tried = [_with_power(dialect, power) for power in POWERS]
     return min(tried, key=lambda candidate: max(asker.error(candidate, answer) for answer in answers))
+
+
+def _with_power(dialect: Dialect, power: float) -> Dialect:
+    """The dialect with the same scale at `HEAD_WIDTH`, going with another power of the head width."""
+    return dialect.having(scale=Scale(dialect.scale.at(HEAD_WIDTH) / HEAD_WIDTH**power, power))

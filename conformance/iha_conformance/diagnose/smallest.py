@@ -35,19 +35,34 @@ HEAD_WIDTH = 2
 SEEDS = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
-    """An input that may show a fault; compared by identity."""
+    """An input that may show a fault."""
 
     name: str
-    inputs: Mapping[str, Array]
+    inputs: Mapping[str, Any]
+    window: int | None = None
 
     def probe(self, config: Mapping[str, Any]) -> Probe:
-        return Probe(name=self.name, inputs=self.inputs, config=config)
+        """The call with these arguments, under a configuration but for its window."""
+        return Probe(name=self.name, inputs=self.inputs, config={**config, "window": self.window})
 
 
-def candidates() -> Iterator[Draft]:
-    """Whole numbers from -2 to 2 at growing sizes."""
+def candidates(*, per_head: bool) -> Iterator[Draft]:
+    """Whole numbers from -2 to 2 at growing sizes; then some of them with a window or a key mask."""
+    plain = list(_plain_candidates(per_head))
+    yield from plain
+    for draft in plain:
+        N = draft.inputs["k"].shape[1]
+        if N > 1 and draft.name.endswith("-0"):
+            for window in range(1, N):
+                yield Draft(f"{draft.name}-window-{window}", draft.inputs, window)
+            for dropped in range(1, N):  # never the first, without which some query would see nothing
+                mask = (np.arange(N) != dropped)[None]
+                yield Draft(f"{draft.name}-mask-{dropped}", {**draft.inputs, "key_mask": mask})
+
+
+def _plain_candidates(per_head: bool) -> Iterator[Draft]:
     for H, P, N in SIZES:
         for seed in range(SEEDS):
             name = f"small-{H}-{P}-{N}-{seed}"
@@ -58,7 +73,7 @@ def candidates() -> Iterator[Draft]:
                 "alpha_q": (H, H, P),
                 "alpha_k": (H, H, P),
                 "alpha_v": (H, H, P),
-                "collapse": (H, H, P),
+                "collapse": (H, P) if per_head else (H, H, P),
             }
             yield Draft(
                 name, {tensor: integers(f"{name}/{tensor}", shape, -2, 2) for tensor, shape in shapes.items()}
@@ -68,14 +83,11 @@ def candidates() -> Iterator[Draft]:
 def simpler(draft: Draft, turn: int) -> Iterator[Draft]:
     """The draft with one tensor replaced by a plainer one, the plainest first."""
     for tensor, array in draft.inputs.items():
-        for kind, plain in (
-            ("zeros", np.zeros(array.shape)),
-            ("ones", np.ones(array.shape)),
-            ("one", _one(array)),
-        ):
+        plainer = {"zeros": np.zeros(array.shape), "ones": np.ones(array.shape), "one": _one(array)}
+        for kind, plain in plainer.items() if tensor != "key_mask" else ():
             if not np.array_equal(plain, array) and np.count_nonzero(plain) <= _weight(array):
                 name = f"{draft.name}-{turn}-{tensor.replace('_', '-')}-{kind}"
-                yield Draft(name, {**draft.inputs, tensor: plain})
+                yield Draft(name, {**draft.inputs, tensor: plain}, draft.window)
 
 
 def _weight(array: Array) -> float:

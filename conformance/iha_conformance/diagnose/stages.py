@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.diagnose import allowance, model
-from iha_conformance.diagnose.asking import Answer, Asker
+from iha_conformance.diagnose.asking import Answer, Asker, best_factor
 from iha_conformance.diagnose.diagnosis import Example
 from iha_conformance.diagnose.dialect import AXES, Dialect, Scale, Value, Window
 from iha_conformance.diagnose.fitting import THETAS
@@ -52,6 +52,9 @@ FORMED_FROM: Mapping[str, tuple[str, ...]] = {
 
 HIDDEN = -1e4
 """Logits below this count as hidden; whether they are -inf is no matter of dialects."""
+
+TURNED = 0.02
+"""Relative difference up to which a stage is taken for the rotated one."""
 
 FAR = 0.3
 """Relative difference that no rounding makes."""
@@ -127,7 +130,7 @@ def first_bad_stage(
     return Bad(
         stage=stage,
         assumed=reading.assumed,
-        example=_smallest(asker, stage, reading.assumed, asked, several[0].probe.config),
+        example=_smallest(asker, stage, reading.assumed, asked, several[0]),
         certain=_certain(rivals),
     )
 
@@ -145,9 +148,8 @@ def _read(
     offered = [stage for stage in STAGES if any(stage in answer.stages for answer in answers)]
     near = best.having(order=order)
     for stage in offered:  # a tensor whose own stage is not looked at yet must not make a call unreadable
-        near = near.having(
-            **{name: AXES[name].values[0] for name in OWN_AXES[stage] if name.endswith("_axes")}
-        )
+        tensors = [name for name in OWN_AXES[stage] if name.endswith("_axes") or name == "values"]
+        near = near.having(**{name: AXES[name].values[0] for name in tensors})
     explained: dict[str, tuple[Dialect, ...]] = {}
     for stage in offered:
         having = [answer for answer in answers if stage in answer.stages]
@@ -178,7 +180,7 @@ def _read(
         if not both:  # each may be right, and not both
             odd = (
                 "rotated_q"
-                if any(_rotation(d) == _rotation(best) for d in explained["rotated_k"])
+                if any(_rotation(d)[:4] == _rotation(asked)[:4] for d in explained["rotated_k"])
                 else "rotated_k"
             )
             explained[odd] = ()
@@ -265,8 +267,7 @@ def _scale_factor(dialect: Dialect, answers: Sequence[Answer]) -> float | None:
         found = np.asarray(answer.stages.get("logits", np.nan), np.float64)
         if found.shape == expected.shape:
             both = (expected > HIDDEN) & (found > HIDDEN) & np.isfinite(found)
-            power = float(np.sum(expected[both] ** 2))
-            factor = float(np.sum(expected[both] * found[both])) / power if power else 0.0
+            factor = best_factor(expected[both], found[both])
             if factor > 0:
                 return factor
     return None
@@ -313,7 +314,12 @@ def _expected(call: Call, stage: str, before: Mapping[str, Array]) -> list[Array
     if stage.startswith("rotated"):
         mixed = before[f"mixed_{side}"]
         turn = call.turn_q if side == "q" else call.turn_k
-        return [model.rotated(call, side, mixed), reference.rotate(mixed, turn, call.config), mixed]
+        forms = [model.rotated(call, side, mixed)]
+        if dialect.qk_norm == "after_mix":  # which the mixed ones may have been already
+            forms.append(reference.rotate(mixed, turn, call.config))
+        if dialect.rope_when == "before" and _is_turned(call, side, mixed):
+            forms.append(mixed)
+        return forms
     if stage == "logits":
         return [model.logits(call, before["rotated_q"], before["rotated_k"])]
     if stage == "output":
@@ -323,6 +329,12 @@ def _expected(call: Call, stage: str, before: Mapping[str, Array]) -> list[Array
         return [reference.softmax(logits)[1]]
     weights = reference.softmax(logits)[0] if dialect.normalisation == "softmax" else logits
     return [model.weighted_sum(weights, before["mixed_v"])]
+
+
+def _is_turned(call: Call, side: str, mixed: Array) -> bool:
+    """Whether mixed queries or keys are rotated already."""
+    turned = model.rotated(call, side, model.mixed(call, side))
+    return bool(np.allclose(mixed, turned, rtol=0, atol=TURNED * np.max(np.abs(turned), initial=0.0)))
 
 
 def _explains(dialect: Dialect, stage: str, answer: Answer, rules: Arithmetic) -> bool:
@@ -352,7 +364,8 @@ def _within(
         return False
     if np.max(error, initial=0.0) > FAR * np.max(np.abs(expected), initial=1.0):
         return False
-    return bool(np.all(error <= _limit(call, stage, expected, before, rules)))
+    limit = _limit(call, stage, expected, before, rules)
+    return bool(np.all(np.isfinite(limit)) and np.all(error <= limit))
 
 
 def _limit(call: Call, stage: str, expected: Array, before: Mapping[str, Array], rules: Arithmetic) -> Array:
@@ -374,6 +387,7 @@ def _limit(call: Call, stage: str, expected: Array, before: Mapping[str, Array],
     score = dataclasses.replace(allowance.given(seen, rules), error=rules.A * np.abs(seen))
     if stage == "lse":
         largest = np.max(np.abs(seen), axis=-1, initial=0.0)
+        # (19) of SPEC.md, with logits that are off by one rounding of the accumulator.
         return np.asarray(2 * rules.A * (logits.shape[-1] + 4 + 3 * largest + np.abs(expected)))
     values = allowance.given(before["mixed_v"], rules)
     seeing = dataclasses.replace(call, visible=np.asarray(np.isfinite(logits).any(axis=1)))
@@ -404,9 +418,11 @@ def _certain(readings: Sequence[_Reading]) -> dict[str, Value]:
 
 
 def _smallest(
-    asker: Asker, stage: str, assumed: Dialect, asked: Dialect, config: Mapping[str, Any]
+    asker: Asker, stage: str, assumed: Dialect, asked: Dialect, usual_answer: Answer
 ) -> Example | None:
     """A small input on which the stage is wrong, made simpler as long as it stays wrong."""
+    config = usual_answer.probe.config
+    per_head = usual_answer.probe.inputs["collapse"].ndim == 2
     usual = _adopted(assumed, stage, asked)
 
     def wrong(draft: Draft) -> bool:
@@ -419,7 +435,7 @@ def _smallest(
         asker.ask(draft.probe(config) for draft in drafts)
         return next((draft for draft in drafts if wrong(draft)), None)
 
-    draft = first_wrong(list(candidates()))
+    draft = first_wrong(list(candidates(per_head=per_head)))
     if draft is None:
         return None
     for turn in range(MOST_ROUNDS):

@@ -177,7 +177,7 @@ _MEANING: Mapping[tuple[str, Value], str] = {
     ),
     ("qk_norm", "after_mix"): "not interchangeable: a norm depends on the data, and no weights have it",
     ("alignment", "first"): "interchangeable where N = M, and where query_offset is given",
-    ("key_mask", "drop"): "interchangeable: an argument has the opposite meaning, weights have none",
+    ("key_mask", "drop"): "interchangeable: weights are unaffected, only the argument means the opposite",
     ("key_mask", "ignored"): "interchangeable where no key is dropped",
     ("values", "unmixed"): (
         "it has no alpha_v; its weights are canonical with alpha_v[g, h, p] = 1 where g = h, else 0"

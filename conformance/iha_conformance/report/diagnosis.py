@@ -15,7 +15,7 @@ from iha_conformance.diagnose.dialect import AXES, NUMBERS, ROPE_DETAILS, WITHOU
 from iha_conformance.diagnose.mending import Plan, plan, spoken
 from iha_conformance.report.output import console
 from iha_conformance.report.terminal import OFFER_STAGES
-from iha_conformance.show import _plain, _show, _value
+from iha_conformance.show import array_as_json, as_plain, render_array
 
 ALIKE_FOR_ONE = ("order", "causal", "window_unit", "rope", "rope_when", "collapse_kind", "collapse_axes")
 """Axes whose values may be the same function where P = 1."""
@@ -46,7 +46,7 @@ def as_json(diagnosis: Diagnosis, *, spec_version: str) -> dict[str, Any]:
         "spec_version": spec_version,
         "target": dataclasses.asdict(diagnosis.info),
         "dtype": diagnosis.dtype,
-        "config": _plain(dict(diagnosis.config)),
+        "config": as_plain(dict(diagnosis.config)),
         "matched": diagnosis.matched,
         "canonical": diagnosis.canonical,
         "dialect": {name: _axis_value(name, diagnosis.certain.get(name)) for name in AXES},
@@ -90,10 +90,10 @@ def _nearest(nearest: Nearest) -> dict[str, Any]:
 def _example(example: Example) -> dict[str, Any]:
     return {
         "stage": example.stage,
-        "inputs": {name: _value(_held(value)) for name, value in example.inputs.items()},
-        "config": _plain(dict(example.config)),
-        "expected": _value(np.asarray(example.expected)),
-        "found": _value(np.asarray(example.found)),
+        "inputs": {name: array_as_json(_held(value)) for name, value in example.inputs.items()},
+        "config": as_plain(dict(example.config)),
+        "expected": array_as_json(np.asarray(example.expected)),
+        "found": array_as_json(np.asarray(example.found)),
     }
 
 
@@ -173,9 +173,23 @@ def _summary(diagnosis: Diagnosis, spec_version: str) -> str:
         return (
             f"It speaks a dialect of the operation that deviates from IHA {spec_version} on {axes}: {names}."
         )
+    if not diagnosis.canonical:
+        return (
+            f"It speaks a dialect of the operation that is not that of IHA {spec_version}, in"
+            f" {_joined([*diagnosis.excluded, *diagnosis.unexplained] or ['key_mask'])}, though no axis is"
+            " sure to deviate."
+        )
     left = len(diagnosis.ambiguous)
     told = "all axes are" if not left else f"all {len(AXES) - left} axes that could be told are"
-    return f"It speaks the canonical dialect: {told} as IHA {spec_version} has them."
+    if diagnosis.ignores:
+        return (
+            f"It speaks the canonical dialect under the configuration that it was asked with, {told} as IHA"
+            f" {spec_version} has them. Otherwise it is wrong, since it ignores {_joined(diagnosis.ignores)}."
+        )
+    return (
+        f"It speaks the canonical dialect: {told} as IHA {spec_version} has them. That is no pass: `iha run`"
+        " asks for much more, such as segments, positions, offsets, bad input and accuracy."
+    )
 
 
 def _agreement(diagnosis: Diagnosis) -> Iterator[str]:
@@ -211,9 +225,14 @@ def _astray(diagnosis: Diagnosis) -> Iterator[str]:
             if value != canonical[name]
         ]
         yield f"NEAREST the canonical dialect{' with ' + ', '.join(differs) if differs else ''}"
+        error = (
+            f"{near.error:.3g} x"
+            if math.isfinite(near.error)
+            else "beyond any number, by NaN or infinity, for"
+        )
         yield (
-            f"  it explains {near.agrees} of {near.answered} calls; the largest error is {near.error:.3g} x"
-            " the largest output of its call"
+            f"  it explains {near.agrees} of {near.answered} calls; the largest error is {error} the largest"
+            " output of its call"
         )
     if (stage := diagnosis.first_bad_stage) is None:
         yield f"FIRST BAD STAGE unknown: {OFFER_STAGES}"
@@ -224,9 +243,9 @@ def _astray(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"EXAMPLE of {example.stage}, to be checked by hand"
         yield "  " + ", ".join(f"{field}={value!r}" for field, value in example.config.items())
         for name, value in example.inputs.items():
-            yield from _show(name, _held(value)).splitlines()
-        yield from _show(f"expected {example.stage}", np.asarray(example.expected)).splitlines()
-        yield from _show(f"found {example.stage}", np.asarray(example.found)).splitlines()
+            yield from render_array(name, _held(value)).splitlines()
+        yield from render_array(f"expected {example.stage}", np.asarray(example.expected)).splitlines()
+        yield from render_array(f"found {example.stage}", np.asarray(example.found)).splitlines()
 
 
 def _ambiguities(diagnosis: Diagnosis) -> Iterator[str]:
@@ -235,7 +254,7 @@ def _ambiguities(diagnosis: Diagnosis) -> Iterator[str]:
     for name in diagnosis.ambiguous:
         values = diagnosis.possible.get(name, ())
         left = "any" if set(values) == set(AXES[name].values) else " or ".join(map(_shown, values))
-        left += ", none of them canonical" if name in diagnosis.excluded else ""
+        left += ", none of which is canonical" if name in diagnosis.excluded else ""
         reasons.setdefault(_why(name, diagnosis), []).append(f"{name} ({left})" if len(values) > 1 else name)
     if reasons:
         yield ""
@@ -248,14 +267,16 @@ def _why(axis: str, diagnosis: Diagnosis) -> str:
     refused = {refusal.what for refusal in diagnosis.refuses}
     if not diagnosis.matched:
         return "not settled by what it answers"
+    if axis in diagnosis.excluded:
+        return "it is one of these, and no call that it answered tells which"
     if reason := _no_effect(axis, spoken(diagnosis)):
-        return f"{reason}, so every value is the same function"
+        return f"{reason}, so every value gives the same results"
     needed = NEEDED.get(axis, "")
     if needed in refused or needed in diagnosis.ignores:
         return f"it {'refuses' if needed in refused else 'ignores'} {needed}, so there is nothing to tell"
     if axis in ALIKE_FOR_ONE and "P > 1" in refused:
-        return "with P = 1, which is all that it takes, values are the same function"
-    return "no call that it answered tells values apart, so the same outputs come either way"
+        return "with P = 1, which is all that it takes, values give the same results"
+    return "no call that it answered tells these apart, so the same outputs come either way"
 
 
 def _no_effect(axis: str, found: Dialect) -> str | None:
@@ -274,21 +295,25 @@ def _no_effect(axis: str, found: Dialect) -> str | None:
 
 
 def _manners(diagnosis: Diagnosis) -> Iterator[str]:
-    """What the port refuses, which it may, and what it ignores, which it may not."""
+    """What the port refuses, which it may, and what it ignores or fails at, which it may not."""
     if diagnosis.ignores or diagnosis.refuses or diagnosis.unexplained:
         yield ""
     if diagnosis.ignores:
         yield (
             f"IGNORES {', '.join(diagnosis.ignores)}: given, without effect; follow or raise"
-            " NotImplementedError [ERR-2], since an answer to another question looks like one to this"
+            " NotImplementedError [ERR-2], since nobody sees that what is ignored makes the answer wrong"
         )
     if diagnosis.unexplained:
         yield (
-            f"UNEXPLAINED {', '.join(diagnosis.unexplained)}: answered in a way that no dialect has; follow"
+            f"UNEXPLAINED {', '.join(diagnosis.unexplained)}: it reacts, but as no dialect does; follow"
             " SPEC.md or raise NotImplementedError"
         )
     for refusal in diagnosis.refuses:
-        yield f"REFUSES {refusal.what}, as a port may [ERR-2]: {refusal.reason or 'no reason given'}"
+        reason = refusal.reason or "no reason given"
+        if refusal.said:
+            yield f"REFUSES {refusal.what}, as a port may [ERR-2]: {reason}"
+        else:
+            yield f"FAILS at {refusal.what}, where a port may raise NotImplementedError [ERR-2]: {reason}"
 
 
 def _fix_lines(mending: Plan, matched: bool) -> Iterator[str]:
@@ -306,7 +331,7 @@ def _fix_lines(mending: Plan, matched: bool) -> Iterator[str]:
     elif needed := _needed(mending):
         yield (
             "FIX for the arguments: after these lines, in this order, the port gives the canonical output if"
-            f" it takes {needed}, which it was not asked for"
+            f" it takes {needed}, which was not tried"
         )
     elif mending.without:
         yield (
@@ -341,8 +366,9 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if not diagnosis.matched:
         stage = diagnosis.first_bad_stage or "unknown, only the output is known to be wrong"
         verdict = f"no dialect: first bad stage {stage}"
-    elif diagnosis.deviates:
-        verdict = f"a dialect: deviates in {', '.join(diagnosis.deviates)}"
+    elif not diagnosis.canonical:
+        wrong = [*diagnosis.deviates, *diagnosis.excluded]
+        verdict = f"a dialect: deviates in {', '.join(wrong)}" if wrong else "no canonical one"
     else:
         verdict = "canonical"
     if diagnosis.ignores:
