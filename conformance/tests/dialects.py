@@ -66,6 +66,8 @@ FAULTS: Mapping[str, str] = {
     "two percent output": "output",
     **{f"summed source {x}": f"mixed_{x}" for x in "qkv"},
     **{f"missing transpose {x}": f"mixed_{x}" for x in "qkv"},
+    **{f"softmaxed alpha_{x}": f"mixed_{x}" for x in "qkv"},
+    **{f"unrotated {x}": f"rotated_{x}" for x in "qk"},
     "wrapped table": "rotated_q",
     "one-sided window": "logits",
     "causal window": "logits",
@@ -194,13 +196,14 @@ def _speak(inputs: Inputs, window: int | None, says: Axes, fault: str | None) ->
             x = _rotate(x, token * P if says["rope"] == "virtual" else token, says)
         return x
 
-    def after(x: Array, index: Array, token: Array) -> Array:
+    def after(path: str, x: Array, index: Array, token: Array) -> Array:
         if says["qk_norm"] == "after_mix":
             x = _norm(x)
         if says["qk_norm"] != "before_mix":
             x = says["qk_multiplier"] * x
         if says["rope_when"] == "after" and says["rope"] != "none":
             position = index if says["rope"] == "virtual" else token
+            position = position * (fault != f"unrotated {path}")
             x = _rotate(x, position % M if fault == "wrapped table" else position, says)
         return x
 
@@ -225,8 +228,8 @@ def _speak(inputs: Inputs, window: int | None, says: Axes, fault: str | None) ->
 
     index_q, token_q, p_q = _indices(N, P, offset, says)
     index_k, token_k, p_k = _indices(M, P, no_offset, says)
-    rotated_q = hurt("rotated_q", after(mixed_q, index_q, token_q))
-    rotated_k = hurt("rotated_k", after(mixed_k, index_k, token_k))
+    rotated_q = hurt("rotated_q", after("q", mixed_q, index_q, token_q))
+    rotated_k = hurt("rotated_k", after("k", mixed_k, index_k, token_k))
 
     # Visibility, (B, heads or 1, T, S)
     virtual = (index_q[:, :, None] - index_k[:, None, :])[:, None]
@@ -312,6 +315,8 @@ def _mix(x: Array, alpha: Array, path: str, fault: str | None) -> Array:
         if x.shape[2] != alpha.shape[1]:
             raise ValueError(f"mixing: expected {alpha.shape[1]} heads, got {x.shape[2]}")
         return np.einsum("bnhw,ghp->bnhpw", x, alpha)
+    if fault == f"softmaxed alpha_{path}":
+        alpha = np.exp(alpha) / np.exp(alpha).sum(axis=0)
     return np.einsum("bngw,ghp->bnhpw", x, alpha)
 
 
@@ -424,21 +429,21 @@ def alternatives(axes: Axes, axis: str) -> Iterator[Axes]:
 
 
 def jointly_open(axes: Axes, axis: str, possible: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Whether another value of an axis, with others of some possible ones, gives the same function.
+    """Whether another value of an axis, with other possible ones on two more, gives the same function.
 
     Orders of tensors are left out: they are open alone or not at all. So are calls with N other than M, where
     more than one index is thought of for pseudo-major order.
     """
     asked = [call for call in calls(axes) if call[0]["q"].shape[1] == call[0]["k"].shape[1]]
-    names = [name for name, values in possible.items() if len(values) > 1 and not name.endswith("_axes")]
-    names += [axis] if axis not in names else []
     says = [answer(speaker(**axes), *call) for call in asked]
-    for values in itertools.product(*(possible[name] for name in names)):
-        other = {**axes, **dict(zip(names, values, strict=True))}
-        if other[axis] != (CANONICAL | axes)[axis] and all(
-            same(said, answer(speaker(**other), *call)) for said, call in zip(says, asked, strict=True)
-        ):
-            return True
+    more = [name for name in possible if name != axis and not name.endswith("_axes")]
+    for names in itertools.chain.from_iterable(itertools.combinations(more, n) for n in (0, 1, 2)):
+        for value, *values in itertools.product(possible[axis], *(possible[name] for name in names)):
+            other = {**axes, axis: value, **dict(zip(names, values, strict=True))}
+            if value != (CANONICAL | axes)[axis] and all(
+                same(said, answer(speaker(**other), *call)) for said, call in zip(says, asked, strict=True)
+            ):
+                return True
     return False
 
 

@@ -27,6 +27,7 @@ from dialects import (
 )
 
 from iha_conformance.diagnose import search
+from iha_conformance.errors import CommandError
 from iha_conformance.targets import backends
 from iha_core import AttentionConfig, attention, attention_stages
 
@@ -420,3 +421,31 @@ def test_a_fault_is_no_dialect(fault, axes, stages):
         for axis, value in found.certain.items()
         if value == (pytest.approx(truth[axis], rel=1e-4) if axis in NUMBERS else truth[axis])
     }
+
+
+def test_nothing_is_claimed_from_calls_that_show_little():
+    """With equal sources softmaxed mixing looks like none at all."""
+    found = diagnose(speaker(fault="softmaxed alpha_v"))
+    assert (found.matched, found.deviates, found.excluded) == (False, (), ())
+
+
+def test_a_key_mask_without_effect_is_not_canonical():
+    assert not diagnose(speaker(deaf=("key_mask",))).canonical
+    assert diagnose(speaker(deaf=("window",))).canonical
+
+
+def test_numbers_that_are_not_real_are_no_output():
+    with pytest.raises(CommandError, match="expected real numbers, got complex128"):
+        diagnose(lambda inputs, config: honest(inputs, config) + 1j)
+
+
+def test_a_target_that_is_gone_is_not_asked_for_ever():
+    calls = []
+
+    def port(inputs, config):
+        calls.append(inputs)
+        raise SystemExit(3)
+
+    with pytest.raises(CommandError, match="but all 4 failed"):
+        diagnose(port)
+    assert len(calls) == 4

@@ -46,6 +46,8 @@ def confirm(asker: Asker, setting: Setting, left: Sequence[Dialect], info: Targe
     given = [answer for name, answer in asker.answers.items() if answer.answered and not _is_aside(name)]
     core = [answer for answer in given if answer.probe.name not in SCOPES]
     evidence = _Evidence(asker, core)
+    # Which of the two is told by a collapse (H, P) alone.
+    left = [*left, *(dialect.exchanged() for dialect in left if dialect.collapse_kind == "per_head")]
     alike = _likeliest(evidence, left, [answer for answer in given if answer not in core])
     # Of several names of one function the one that deviates least.
     alike.sort(key=lambda dialect: (_deviations(dialect, asked), dialect.order != asked.order))

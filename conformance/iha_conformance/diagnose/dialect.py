@@ -178,16 +178,19 @@ class Dialect:
             return [self.having(**{axis: getattr(self, axis) * factor}) for factor in (1.25, 0.8)]
         return [self.having(**{axis: value}) for value in AXES[axis].values if value != getattr(self, axis)]
 
+    def exchanged(self) -> Dialect:
+        """The same with out and source exchanged in the collapse, which of a diagonal is the same function."""
+        swap = {"out": "source", "source": "out", "pseudo": "pseudo"}
+        return self.having(collapse_axes=",".join(swap[name] for name in self.collapse_axes.split(",")))
+
     def settled(self, P: int) -> Dialect:
         """The same function for P pseudo-heads, with one value wherever several plainly have one effect."""
         plain: dict[str, Any] = {}
         if self.collapse_kind in WITHOUT_COLLAPSE:
             plain["collapse_axes"] = COLLAPSE_ORDERS[0]
-        elif self.collapse_kind == "per_head":  # a diagonal
+        elif self.collapse_kind == "per_head":
             out, source = (self.collapse_axes.index(name) for name in ("out", "source"))
-            if source < out:
-                swap = {"out": "source", "source": "out", "pseudo": "pseudo"}
-                plain["collapse_axes"] = ",".join(swap[name] for name in self.collapse_axes.split(","))
+            plain["collapse_axes"] = self.collapse_axes if out < source else self.exchanged().collapse_axes
         if self.values == "unmixed":
             plain["alpha_v_axes"] = MIXING_ORDERS[0]
         if self.rope == "none":

@@ -47,7 +47,7 @@ MOST_LEFT = 200
 MOST_FITS = 4
 """How often the numbers of dialects that a fit sees alike are looked for."""
 
-MOST_VAIN = 24
+MOST_VAIN = 300
 """How many fits may explain nothing before a question has no more of them."""
 
 FEW_LEFT = 6

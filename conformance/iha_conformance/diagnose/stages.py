@@ -178,16 +178,19 @@ def _read(
     if explained.get("rotated_q") and explained.get("rotated_k"):
         both = {_rotation(d) for d in explained["rotated_q"]} & {_rotation(d) for d in explained["rotated_k"]}
         if not both:  # each may be right, and not both
-            odd = (
-                "rotated_q"
-                if any(_rotation(d)[:4] == _rotation(asked)[:4] for d in explained["rotated_k"])
-                else "rotated_k"
-            )
+            odd = max(("rotated_k", "rotated_q"), key=lambda stage: _oddness(explained[stage], asked))
             explained[odd] = ()
         else:
             for stage in ("rotated_q", "rotated_k"):
                 explained[stage] = tuple(d for d in explained[stage] if _rotation(d) in both)
     return _Reading(assumed=near, explained=explained)
+
+
+def _oddness(explaining: Sequence[Dialect], asked: Dialect) -> tuple[int, bool]:
+    """How far a stage is from the usual rotation: on how many axes, and whether it is not rotated at all."""
+    usual = _rotation(asked)
+    far = min(sum(a != b for a, b in zip(_rotation(d), usual, strict=True)) for d in explaining)
+    return far, all(dialect.rope == "none" for dialect in explaining)
 
 
 def _rotation(dialect: Dialect) -> tuple[Any, ...]:
