@@ -179,7 +179,7 @@ class Dialect:
         return [self.having(**{axis: value}) for value in AXES[axis].values if value != getattr(self, axis)]
 
     def exchanged(self) -> Dialect:
-        """The same with out and source exchanged in the collapse, which of a diagonal is the same function."""
+        """The same with out and source exchanged in the collapse: one function, if that is a diagonal."""
         swap = {"out": "source", "source": "out", "pseudo": "pseudo"}
         return self.having(collapse_axes=",".join(swap[name] for name in self.collapse_axes.split(",")))
 
