@@ -17,7 +17,7 @@ from iha_conformance.diagnose.stages import FAR, first_bad_stage, is_square
 from iha_conformance.protocol import TargetInfo
 from iha_core import AttentionConfig
 
-SCOPES = ("width", "value-width", "pseudo", "grouped", "collapse")
+SCOPES = ("width", "value-width", "grouped", "collapse")
 """Calls at other sizes, that a dialect need not explain to be the one that the port speaks."""
 
 USUAL = ("confirm-1", "confirm-2", "confirm-3")

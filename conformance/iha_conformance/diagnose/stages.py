@@ -180,6 +180,8 @@ def _read(
         if not both:  # each may be right, and not both
             odd = max(("rotated_k", "rotated_q"), key=lambda stage: _oddness(explained[stage], asked))
             explained[odd] = ()
+            other = "rotated_k" if odd == "rotated_q" else "rotated_q"
+            near = _adopted(near, other, explained[other][0])
         else:
             for stage in ("rotated_q", "rotated_k"):
                 explained[stage] = tuple(d for d in explained[stage] if _rotation(d) in both)
