@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from iha_conformance.corpus.recipes import shapes
 from iha_conformance.corpus.streams import bits24, uniform
 from iha_conformance.diagnose.asking import Probe
 from iha_conformance.diagnose.dialect import HEAD_WIDTH
@@ -85,16 +86,8 @@ class Setting:
         z = {"B": 1, "N": 2, "H": HEADS, "P": self.P, "d": HEAD_WIDTH} | sizes
         z |= {letter: z[letter] + self.more for letter in ("N", "M") if letter in z}
         z = {"M": z["N"], "G": z["H"], "e": z["d"]} | z
-        shapes = {
-            "q": (z["B"], z["N"], z["H"], z["d"]),
-            "k": (z["B"], z["M"], z["G"], z["d"]),
-            "v": (z["B"], z["M"], z["G"], z["e"]),
-            "alpha_q": (z["H"], z["H"], z["P"]),
-            "alpha_k": (z["G"], z["H"], z["P"]),
-            "alpha_v": (z["G"], z["H"], z["P"]),
-            "collapse": (z["H"], z["P"]) if self.per_head else (z["H"], z["H"], z["P"]),
-        }
-        return {tensor: uniform(f"diagnose/{name}/{tensor}", shape, 1.0) for tensor, shape in shapes.items()}
+        of = shapes(z) | ({"collapse": (z["H"], z["P"])} if self.per_head else {})
+        return {tensor: uniform(f"diagnose/{name}/{tensor}", shape, 1.0) for tensor, shape in of.items()}
 
     def probe(self, name: str, inputs: Inputs, *, about: str = "", **config: Any) -> Probe:
         """A call with these arguments, and other fields of the configuration if given."""

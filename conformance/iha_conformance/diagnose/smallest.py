@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from iha_conformance.corpus.recipes import shapes
 from iha_conformance.corpus.streams import integers
 from iha_conformance.diagnose.asking import Probe
 
@@ -66,17 +67,10 @@ def _plain_candidates(per_head: bool) -> Iterator[Draft]:
     for H, P, N in SIZES:
         for seed in range(SEEDS):
             name = f"small-{H}-{P}-{N}-{seed}"
-            shapes = {
-                "q": (1, N, H, HEAD_WIDTH),
-                "k": (1, N, H, HEAD_WIDTH),
-                "v": (1, N, H, HEAD_WIDTH),
-                "alpha_q": (H, H, P),
-                "alpha_k": (H, H, P),
-                "alpha_v": (H, H, P),
-                "collapse": (H, P) if per_head else (H, H, P),
-            }
+            z = {"B": 1, "N": N, "M": N, "H": H, "G": H, "P": P, "d": HEAD_WIDTH, "e": HEAD_WIDTH}
+            of = shapes(z) | ({"collapse": (H, P)} if per_head else {})
             yield Draft(
-                name, {tensor: integers(f"{name}/{tensor}", shape, -2, 2) for tensor, shape in shapes.items()}
+                name, {tensor: integers(f"{name}/{tensor}", shape, -2, 2) for tensor, shape in of.items()}
             )
 
 
