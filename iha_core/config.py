@@ -51,17 +51,18 @@ class AttentionConfig:
     normalisation: Normalisation = "softmax"
 
     def __post_init__(self) -> None:
-        _check_choice("causal", self.causal, get_args(Causal))
-        _check_choice("window_unit", self.window_unit, get_args(WindowUnit))
-        _check_choice("rope", self.rope, get_args(Rope))
-        _check_choice("rope_pairing", self.rope_pairing, get_args(RopePairing))
-        _check_choice("normalisation", self.normalisation, get_args(Normalisation))
+        check_choice("causal", self.causal, get_args(Causal))
+        check_choice("window_unit", self.window_unit, get_args(WindowUnit))
+        check_choice("rope", self.rope, get_args(Rope))
+        check_choice("rope_pairing", self.rope_pairing, get_args(RopePairing))
+        check_choice("normalisation", self.normalisation, get_args(Normalisation))
         # Normalised to plain int and float, so that equal configurations compare and hash equal.
         if self.window is not None:
-            object.__setattr__(self, "window", _whole_number("window", self.window))
-        object.__setattr__(self, "rope_theta", _positive_real("rope_theta", self.rope_theta))
+            expected = "None or a whole number of tokens >= 1"
+            object.__setattr__(self, "window", whole_number("window", self.window, expected))
+        object.__setattr__(self, "rope_theta", positive_real("rope_theta", self.rope_theta))
         if self.scale is not None:
-            object.__setattr__(self, "scale", _positive_real("scale", self.scale))
+            object.__setattr__(self, "scale", positive_real("scale", self.scale))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> AttentionConfig:
@@ -71,17 +72,7 @@ class AttentionConfig:
             ConfigError: an unknown field, or a value that is not allowed (a ValueError).
             ArgumentTypeError: no mapping, or a value of the wrong type (a TypeError).
         """
-        if not isinstance(fields, Mapping):
-            raise ArgumentTypeError(
-                "config", "", expected="a mapping of configuration fields", found=_describe(fields)
-            )
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in fields:
-            if name not in known:
-                raise ConfigError(
-                    str(name), "field of config", expected="one of " + ", ".join(known), found=repr(name)
-                )
-        return cls(**fields)
+        return cls(**known_fields(cls, fields))
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values, defaults included."""
@@ -122,38 +113,54 @@ class Profile:
     collapse: tuple[CollapseKind, ...]
 
 
-def _describe(value: object) -> str:
+def known_fields(cls: type, fields: Any) -> dict[str, Any]:
+    """Plain values as keyword arguments of a configuration class; refuses other fields than it has."""
+    if not isinstance(fields, Mapping):
+        expected = "a mapping of configuration fields"
+        raise ArgumentTypeError("config", "", expected=expected, found=describe(fields))
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in known:
+            expected = "one of " + ", ".join(known)
+            raise ConfigError(str(name), "field of config", expected=expected, found=repr(name))
+    return dict(fields)
+
+
+def describe(value: object) -> str:
+    """A value that was found, with its type, for an error; never raises."""
     try:
         return f"{type(value).__name__} {value!r}"
     except Exception:
         return type(value).__name__
 
 
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a field that is not one of some texts."""
     expected = "one of " + ", ".join(map(repr, choices))
     if not isinstance(value, str):
-        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+        raise ArgumentTypeError(field, "", expected=expected, found=describe(value))
     if value not in choices:
         raise ConfigError(field, "", expected=expected, found=repr(value))
 
 
-def _whole_number(field: str, value: object) -> int:
-    expected = "None or a whole number of tokens >= 1"
+def whole_number(field: str, value: object, expected: str) -> int:
+    """A field as a plain int of at least 1."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+        raise ArgumentTypeError(field, "", expected=expected, found=describe(value))
     try:
         whole = operator.index(value)
     except TypeError:  # as arrays of floats or of several numbers raise
-        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value)) from None
+        raise ArgumentTypeError(field, "", expected=expected, found=describe(value)) from None
     if whole < 1:
-        raise ConfigError(field, "", expected=expected, found=_describe(whole))
+        raise ConfigError(field, "", expected=expected, found=describe(whole))
     return whole
 
 
-def _positive_real(field: str, value: object) -> float:
+def positive_real(field: str, value: object) -> float:
+    """A field as a plain finite float above 0."""
     expected = "a finite number > 0"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(field, "", expected=expected, found=_describe(value))
+        raise ArgumentTypeError(field, "", expected=expected, found=describe(value))
     try:
         real = float(value)
     except OverflowError:

@@ -56,6 +56,11 @@ def dtype_name(array: Any) -> str:
     return "bool" if name == "bool_" else name
 
 
+def parameter_dtypes(storage: str) -> tuple[str, ...]:
+    """What mixing tensors and collapse may have beside a storage dtype, itself first ([TYP-2])."""
+    return (storage, "float32") if storage in NARROW_DTYPES else (storage,)
+
+
 def validate(
     q: Any,
     k: Any,
@@ -98,6 +103,20 @@ def validate(
     return dims
 
 
+def validate_cotangent(cotangent: Any, q: Any, dims: Dims) -> None:
+    """Check the cotangent of a backward pass against valid arguments ([GRAD-9]).
+
+    Raises:
+        ShapeError: another shape than the output's.
+        DTypeError: another dtype than that of q.
+        ArgumentTypeError: no array.
+    """
+    _check_shape("cotangent", cotangent, B=dims.B, N=dims.N, H=dims.H, e=dims.e)
+    if dtype_name(cotangent) != dtype_name(q):
+        expected = f"{dtype_name(q)}, the dtype of `q`"
+        raise DTypeError("cotangent", "dtype", expected=expected, found=dtype_name(cotangent))
+
+
 def _validate_floats(q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v: Any, collapse: Any) -> Dims:
     B, N, H, d = _sizes("q", q, "B", "N", "H", "d")
     _, M, G, _ = _sizes("k", k, "B", "M", "G", "d")
@@ -126,7 +145,7 @@ def _validate_floats(q: Any, k: Any, v: Any, alpha_q: Any, alpha_k: Any, alpha_v
             expected = f"{storage}, the dtype of `q`"
             raise DTypeError(argument, "dtype", expected=expected, found=dtype_name(array))
     parameter = dtype_name(alpha_q)
-    allowed = (storage, "float32") if storage in NARROW_DTYPES else (storage,)
+    allowed = parameter_dtypes(storage)
     if parameter not in allowed:
         raise DTypeError("alpha_q", "dtype", expected=" or ".join(allowed), found=parameter)
     for argument, array in (("alpha_k", alpha_k), ("alpha_v", alpha_v), ("collapse", collapse)):
@@ -164,8 +183,9 @@ def _validate_offset(query_offset: Any, dims: Dims) -> None:
         return
     # Plain integers first, since a compiler cannot ask a symbolic one for its attributes.
     if isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        expected = f"an int in [-2**31, 2**31 - {max(dims.N, 1)}]"  # [IDX-2]
-        if not -MAX_TOKEN_INDEX <= query_offset <= MAX_TOKEN_INDEX - max(dims.N, 1):
+        if not -MAX_TOKEN_INDEX <= query_offset <= MAX_TOKEN_INDEX - max(dims.N, 1):  # [IDX-2]
+            # Made only now, since a compiler would fix N to put it into a text.
+            expected = f"an int in [-2**31, 2**31 - {max(dims.N, 1)}]"
             raise ArgumentValueError("query_offset", "", expected=expected, found=str(query_offset))
         return
     if hasattr(query_offset, "shape") and not isinstance(query_offset, type):

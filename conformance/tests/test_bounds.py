@@ -17,7 +17,8 @@ from test_reference import Case, normal_tensors, random_case
 
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.outcome import HALF
-from iha_conformance.power.port import ROUNDINGS, Port
+from iha_conformance.power.port import Port
+from iha_conformance.power.steps import ROUNDINGS
 from iha_core import AttentionConfig
 from iha_core.bounds import Limits, arithmetic, derive_limits, limits, statistics
 from iha_core.config import Rope

@@ -31,7 +31,8 @@ from iha_conformance.power.measure import Problem, excess, mutant_ratio, stages
 from iha_conformance.power.measure import verdict as verdict_on
 from iha_conformance.power.mutants import MUTANTS
 from iha_conformance.power.outcome import CAUGHT, HALF
-from iha_conformance.power.port import ROUNDINGS, Port, Rounding, to_bits
+from iha_conformance.power.port import Port
+from iha_conformance.power.steps import ROUNDINGS, Rounding, to_bits
 from iha_conformance.protocol import DTYPES, Verdict
 from iha_core import AttentionConfig
 from iha_core.bounds import HIGHEST, Limits, arithmetic, derive_limits, limits, precision_classes
@@ -201,13 +202,13 @@ def test_an_operand_by_hand(name: str, dtype: str) -> None:
 def test_split_operands_have_more_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both factors in two parts: four times the terms in every sum."""
     chains = []
-    plain = limits._propagate
+    plain = limits.propagate
 
     def noting(*arguments: Any, **options: Any) -> Any:
         chains.append(plain(*arguments, **options))
         return chains[-1]
 
-    monkeypatch.setattr(limits, "_propagate", noting)
+    monkeypatch.setattr(limits, "propagate", noting)
     case = stored(Call(normal_tensors(np.random.default_rng(1), N=3), AttentionConfig()), "float32")
     for name in ("highest", "tf32", "bf16x3"):
         derive_limits(**case.arguments(), storage="float32", precision=name)

@@ -9,18 +9,11 @@ from typing import Any, Literal
 import numpy as np
 
 from iha_core.bounds import statistics, worst
+from iha_core.bounds.chain import Chain, propagate
 from iha_core.bounds.formats import HIGHEST, Arithmetic, Array, Format, arithmetic, tolerances
 from iha_core.config import AttentionConfig
-from iha_core.reference import (
-    attention_stages,
-    collapse_heads,
-    rope_angles,
-    softmax,
-    token_indices,
-    token_positions,
-    visibility,
-)
-from iha_core.validation import Dims, validate
+from iha_core.reference import STAGES, attention_stages, collapse_heads
+from iha_core.validation import validate
 
 CompanionKind = Literal["rms", "mean", "gain", "total mean", "total gain"]
 
@@ -47,24 +40,33 @@ class Companion:
         return np.asarray(np.abs(np.sum(self.weights * error, axis=axes)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The exact answer and the limits of its stages.
+    """Exact arrays and their limits.
 
     Attributes:
-        stages: values of the reference by stage name.
-        limits: largest allowed |error| per element, by stage name; inf for what a stage holds of a
+        stages: values of the reference, stages or gradients by name.
+        limits: largest allowed |error| per element, by the same names; inf for what a stage holds of a
             key that key_mask drops, which is not compared ([STG-2]).
-        worst: worst case E of the output, before floor and factor.
-        exact: elements of the output that every conforming implementation gets right to the last bit.
         companions: further limits on the output, for random data.
     """
 
     stages: dict[str, Array]
     limits: dict[str, Array]
+    companions: tuple[Companion, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardLimits(Limits):
+    """Those of the forward pass.
+
+    Attributes:
+        worst: worst case E of the output, before floor and factor.
+        exact: elements of the output that every conforming implementation gets right to the last bit.
+    """
+
     worst: Array
     exact: np.ndarray[Any, np.dtype[np.bool_]]
-    companions: tuple[Companion, ...]
 
 
 def derive_limits(
@@ -86,7 +88,7 @@ def derive_limits(
     positions: Any = None,
     kv_positions: Any = None,
     query_offset: Any = None,
-) -> Limits:
+) -> ForwardLimits:
     """Run the reference and derive the limit of every element of every stage.
 
     Takes the arguments of `attention`, and:
@@ -125,7 +127,7 @@ def derive_limits(
     rules = arithmetic(storage, precision)
 
     with np.errstate(invalid="ignore", over="ignore"):
-        chain = _propagate(tensors, stages, dims, config, rules, optional)
+        chain = propagate(tensors, stages, dims, config, rules, optional)
         limits = _stage_limits(chain, stages)
         if key_mask is not None:  # [STG-2]
             dropped = np.repeat(~np.asarray(key_mask), dims.P, axis=1)  # (B, S)
@@ -138,17 +140,17 @@ def derive_limits(
             single = arithmetic(storage)
             averaged = independent = chain
             if rules.operands is not None:
-                averaged = independent = _propagate(tensors, stages, dims, config, single, optional)
+                averaged = independent = propagate(tensors, stages, dims, config, single, optional)
             if config.rope != "none":
-                independent = _propagate(tensors, stages, dims, config, single, optional, angles="true")
-            shared = _factor(rules) * np.maximum(0.0, chain.output.error - independent.output.error)
-            sigma = np.sqrt(statistics.element_variance(averaged)) * _reference_share(rules)
+                independent = propagate(tensors, stages, dims, config, single, optional, angles="true")
+            shared = limit_factor(rules) * np.maximum(0.0, chain.output.error - independent.output.error)
+            sigma = np.sqrt(statistics.element_variance(averaged)) * reference_share(rules)
             statistical = tolerances()["limits"]["element"] * sigma + shared
-            floor = _floor(chain.output.value, _output_magnitude(chain), rules.storage, rules)
+            floor = least_limit(chain.output.value, _output_magnitude(chain), rules.storage, rules)
             limits["output"] = np.maximum(floor, np.minimum(limits["output"], statistical))
             companions = tuple(_companions(averaged, sigma, shared))
     output = chain.output
-    return Limits(
+    return ForwardLimits(
         stages={name: value for name, value in stages.items() if name in limits},
         limits=limits,
         worst=output.error,
@@ -158,62 +160,11 @@ def derive_limits(
     )
 
 
-def _propagate(
-    tensors: dict[str, Array],
-    stages: dict[str, Array],
-    dims: Dims,
-    config: AttentionConfig,
-    rules: Arithmetic,
-    optional: dict[str, Any],
-    *,
-    angles: Literal["allowed", "true"] = "allowed",
-) -> statistics.Chain:
-    """Carry the error bounds from the inputs to the output.
-
-    With `angles` "true", what [ROPE-5] allows the angles is left out.
-    """
-    scale = config.resolve_scale(dims.d)
-    query_index, key_index = token_indices(dims, optional["query_offset"])
-    positions = token_positions(query_index, key_index, optional["positions"], optional["kv_positions"])
-    masks = {name: optional[name] for name in ("key_mask", "segment_ids", "kv_segment_ids")}
-    visible = visibility(query_index, key_index, dims, config, **masks)[:, None]  # (B, 1, T, S)
-    sides = []
-    for name, position in zip("qk", positions, strict=True):
-        mixed = worst.mixed(tensors[name], tensors[f"alpha_{name}"], stages[f"mixed_{name}"], rules)
-        turn = rope_angles(position, dims, config)
-        rotated = worst.rotated(mixed, stages[f"rotated_{name}"], turn, config, rules, angles=angles)
-        operand = worst.scaled_operand(rotated, scale, rules)
-        sides.append(statistics.Side(mixed=mixed, rotated=rotated, operand=operand, angles=turn))
-    q_side, k_side = sides
-    mixed_v = worst.mixed(tensors["v"], tensors["alpha_v"], stages["mixed_v"], rules)
-    raw = np.where(visible, stages["logits"], 0.0)
-    logits = worst.logits(q_side.operand, k_side.operand, raw, scale, rules)
-    if config.normalisation == "softmax":
-        weights = worst.softmax_weights(logits, softmax(stages["logits"])[0], visible, rules)
-    else:
-        weights = worst.linear_weights(logits, visible, rules)
-    virtual_out = worst.weighted_sum(weights, mixed_v, stages["virtual_out"], visible, rules)
-    return statistics.Chain(
-        arithmetic=rules,
-        config=config,
-        scale=scale,
-        visible=visible,
-        q=q_side,
-        k=k_side,
-        v=mixed_v,
-        logits=logits,
-        weights=weights,
-        virtual_out=virtual_out,
-        output=worst.collapsed(virtual_out, tensors["collapse"], stages["output"], rules),
-        R=worst.as_global(tensors["collapse"]),
-    )
-
-
-def _stage_limits(chain: statistics.Chain, stages: dict[str, Array]) -> dict[str, Array]:
+def _stage_limits(chain: Chain, stages: dict[str, Array]) -> dict[str, Array]:
     """Limits of all stages from their worst cases ([NUM-4])."""
     rules = chain.arithmetic
     limits = {
-        name: _limit(stage.value, stage.error, stage.magnitude, rules.storage, rules)
+        name: element_limit(stage.value, stage.error, stage.magnitude, rules.storage, rules)
         for name, stage in (
             ("mixed_q", chain.q.mixed),
             ("mixed_k", chain.k.mixed),
@@ -224,50 +175,53 @@ def _stage_limits(chain: statistics.Chain, stages: dict[str, Array]) -> dict[str
         )
     }
     logits = chain.logits
-    limits["logits"] = _limit(logits.value, logits.error, logits.magnitude, rules.accumulator, rules)
+    limits["logits"] = element_limit(logits.value, logits.error, logits.magnitude, rules.accumulator, rules)
     if chain.config.normalisation == "softmax":
         error = worst.log_sum(logits, stages["lse"], chain.weights, chain.visible, rules)
         lse = np.where(np.isfinite(stages["lse"]), stages["lse"], 0.0)
-        limits["lse"] = _limit(lse, error, np.abs(lse), rules.accumulator, rules)
+        limits["lse"] = element_limit(lse, error, np.abs(lse), rules.accumulator, rules)
     output = chain.output
-    limits["output"] = _limit(output.value, output.error, _output_magnitude(chain), rules.storage, rules)
-    return limits
+    limits["output"] = element_limit(
+        output.value, output.error, _output_magnitude(chain), rules.storage, rules
+    )
+    return {name: limits[name] for name in STAGES if name in limits}
 
 
-def _output_magnitude(chain: statistics.Chain) -> Array:
+def _output_magnitude(chain: Chain) -> Array:
     """Magnitude of everything that made an output: sum |R| sum |a| |mixed_v|, (B, N, H, e)."""
     return collapse_heads(chain.virtual_out.magnitude, np.abs(chain.R))
 
 
-def _factor(rules: Arithmetic) -> float:
+def limit_factor(rules: Arithmetic) -> float:
     """The limit as a multiple of the worst case."""
-    factor: float = tolerances()["limits"]["worst"] * _reference_share(rules)
+    factor: float = tolerances()["limits"]["worst"] * reference_share(rules)
     return factor
 
 
-def _reference_share(rules: Arithmetic) -> float:
+def reference_share(rules: Arithmetic) -> float:
     """2 where the reference has the precision of the result, and so may err as much; else 1."""
     factors = tolerances()["limits"]
     share: float = factors["worst_float64"] / factors["worst"] if rules.storage.name == "float64" else 1.0
     return share
 
 
-def _floor(value: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
+def least_limit(value: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
     """Least limit: one unit in the last place, and one roundoff of everything that was added up."""
     return np.maximum(storage.spacing(value), rules.A * magnitude)
 
 
-def _limit(value: Array, error: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
-    return np.asarray(np.maximum(_floor(value, magnitude, storage, rules), _factor(rules) * error))
+def element_limit(value: Array, error: Array, magnitude: Array, storage: Format, rules: Arithmetic) -> Array:
+    """The limit of each element from its worst case (21)."""
+    return np.asarray(np.maximum(least_limit(value, magnitude, storage, rules), limit_factor(rules) * error))
 
 
-def _companions(chain: statistics.Chain, sigma: Array, shared: Array) -> Iterator[Companion]:
+def _companions(chain: Chain, sigma: Array, shared: Array) -> Iterator[Companion]:
     """Limits on root mean square, mean and gain of the error ([NUM-6]).
 
     `shared` (B, N, H, e) is what angles and operands may add to the error of each element.
     """
     constants = tolerances()["limits"]
-    share = _reference_share(chain.arithmetic)
+    share = reference_share(chain.arithmetic)
     y = chain.output.value
     B, N, H, e = y.shape
     bias = constants["bias"] * share * chain.arithmetic.A * _output_magnitude(chain) + shared

@@ -8,60 +8,13 @@ that all heads share). SPEC.md [NUM-6].
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-from numpy.typing import NDArray
 
-from iha_core.bounds.formats import Arithmetic, Array, tolerances
-from iha_core.bounds.worst import Quantity, Weights
-from iha_core.config import AttentionConfig, RopePairing
+from iha_core.bounds.chain import Chain, Side
+from iha_core.bounds.formats import Array, tolerances
+from iha_core.bounds.worst import Quantity
+from iha_core.config import RopePairing
 from iha_core.reference import lane_pairs
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Side:
-    """The query or the key side.
-
-    Attributes:
-        mixed, rotated: its stages, (B, T or S, H, d).
-        operand: the rotated stage as the product may use it, scaled and stored once more.
-        angles: its rotation, (B or 1, T or S, 1, d/2); None without one.
-    """
-
-    mixed: Quantity
-    rotated: Quantity
-    operand: Quantity
-    angles: Array | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chain:
-    """All stages of one call with their errors.
-
-    Attributes:
-        arithmetic, config, scale: formats, configuration, factor of the logits.
-        visible: (B, 1, T, S).
-        q, k: the two sides of the logits.
-        v: mixed values (B, S, H, e).
-        logits, weights: (B, H, T, S).
-        virtual_out: (B, T, H, e).
-        output: (B, N, H, e).
-        R: the collapse as a global one, (H, H, P).
-    """
-
-    arithmetic: Arithmetic
-    config: AttentionConfig
-    scale: float
-    visible: NDArray[np.bool_]
-    q: Side
-    k: Side
-    v: Quantity
-    logits: Quantity
-    weights: Weights
-    virtual_out: Quantity
-    output: Quantity
-    R: Array
 
 
 def _own_variance(stage: Quantity) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,9 @@ from iha_core.config import AttentionConfig
 from iha_core.reference import collapse_heads, lane_pairs, mix, rope_frequencies
 
 Booleans = NDArray[np.bool_]
+
+MOST_GROWTH = 700.0
+"""Errors of a logit are cut here, so that their exponential is finite."""
 
 _ANY_FINER = np.int64(-8192)  # grid exponent of a value that is not exact: finer than any sum allows
 
@@ -44,6 +48,12 @@ class Quantity:
     stored: Array
     summed: Array
     terms: Array
+
+    def mapped(self, change: Callable[[Any], Any]) -> Quantity:
+        """The same change of shape, or of some elements, in all arrays."""
+        return Quantity(
+            **{field.name: change(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        )
 
 
 def rounding(value: Array, incoming: Array, exact: Booleans, arithmetic: Arithmetic) -> Array:
@@ -160,11 +170,15 @@ def operand_of(stage: Quantity, arithmetic: Arithmetic) -> Operand:
     return operand(stage.value, arithmetic, error=stage.error, exact=stage.exact, stored=stage.stored)
 
 
-def mixed(x: Array, alpha: Array, value: Array, arithmetic: Arithmetic) -> Quantity:
-    """Mixing, equations (1) to (4): x (B, N, source, width), alpha (source, H, P)."""
-    B, N, _, width = x.shape
+def mixed(x: Array | Quantity, alpha: Array, value: Array, arithmetic: Arithmetic) -> Quantity:
+    """Mixing, equations (1) to (4): x (B, N, source, width), alpha (source, H, P).
+
+    x is an input, or a stage of a layer that is itself off.
+    """
+    inputs = operand_of(x, arithmetic) if isinstance(x, Quantity) else operand(x, arithmetic)
+    parameters = operand(alpha, arithmetic)
+    B, N, _, width = inputs.absolute.shape
     _, H, P = alpha.shape
-    inputs, parameters = operand(x, arithmetic), operand(alpha, arithmetic)
     term_grid = np.full((B, N, P, H, width), NO_GRID)
     for source in range(alpha.shape[0]):
         per_target = parameters.grid[source].T[:, :, None]  # (P, H, 1)
@@ -252,7 +266,7 @@ def scaled_operand(x: Quantity, scale: float, arithmetic: Arithmetic) -> Quantit
     Kernels scale the product, one operand, or both by the root. Where the root is a power of two
     none of these rounds.
     """
-    if _root_is_power_of_two(scale):
+    if root_is_power_of_two(scale):
         return x
     extra = np.where(x.value == 0, 0.0, arithmetic.u * np.abs(x.value) + arithmetic.storage.eta)
     return dataclasses.replace(x, error=x.error + extra, exact=x.exact & (x.value == 0))
@@ -274,7 +288,7 @@ def logits(q: Quantity, k: Quantity, value: Array, scale: float, arithmetic: Ari
     for lane in range(q.value.shape[-1]):
         np.minimum(term_grid, q_grid[:, :, :, None, lane] + k_grid[:, :, None, :, lane], out=term_grid)
     exact = sum_is_exact(term_grid, magnitude / scale, arithmetic.accumulator)
-    exact &= _root_is_power_of_two(scale) | (magnitude == 0)
+    exact &= root_is_power_of_two(scale) | (magnitude == 0)
     scaling = tolerances()["operations"]["logit_scaling"]
     summed = np.where(exact, 0.0, arithmetic.A * (terms * magnitude + scaling * np.abs(value)))
     return Quantity(
@@ -470,9 +484,10 @@ def as_global(collapse: Array) -> Array:
 
 def _capped(error: Any) -> Array:
     """Keep e**error finite; beyond this the hull of the values is the bound."""
-    return np.asarray(np.minimum(error, 700.0))
+    return np.asarray(np.minimum(error, MOST_GROWTH))
 
 
-def _root_is_power_of_two(scale: float) -> bool:
+def root_is_power_of_two(scale: float) -> bool:
+    """Whether neither a scale nor its root, which kernels multiply both sides by, rounds anything."""
     fraction, exponent = math.frexp(scale)
     return fraction == 0.5 and (exponent - 1) % 2 == 0

@@ -1,0 +1,115 @@
+"""Error of a sum of products of two quantities that may both be off: the step that all others are made of.
+
+SPEC.md 6.2 and 9.2, in the form of `worst`: exact values and bounds of their errors in, the same out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from iha_core.bounds.formats import NO_GRID, Arithmetic, Array, Format, grid, sum_is_exact, tolerances
+from iha_core.bounds.worst import Operand, Quantity, root_is_power_of_two, rounding
+
+LARGEST_STEP = 2**22
+"""Numbers in memory at once while the least grid of a sum is found."""
+
+
+def contracted(
+    equation: str,
+    x: Operand,
+    y: Operand,
+    value: Array,
+    arithmetic: Arithmetic,
+    *,
+    scale: float = 1.0,
+    addend: Array | None = None,
+    further: Array | float = 0.0,
+    storage: Format | None = None,
+) -> Quantity:
+    """A sum of products formed in the accumulator and rounded once.
+
+    Args:
+        equation: as of einsum, with two operands and no broadcasting.
+        x, y: the operands.
+        value: the exact sum.
+        arithmetic: formats.
+        scale: factor of the sum.
+        addend: an exact further term, broadcast to `value`; a bias.
+        further: error of the sum beside that of its operands and of its own additions.
+        storage: format that the sum is rounded to; None for the storage format.
+    """
+    magnitude = scale * np.einsum(equation, x.absolute, y.absolute)
+    terms = np.einsum(equation, x.count, y.count)
+    propagated = scale * (
+        np.einsum(equation, x.absolute, y.error) + np.einsum(equation, x.error, y.absolute + y.error)
+    )
+    propagated = propagated + further
+    term_grid = least_grid(equation, x.grid, y.grid)
+    if addend is not None:
+        magnitude = magnitude + np.abs(addend)
+        terms = terms + (addend != 0)
+        term_grid = np.minimum(term_grid, grid(addend))
+    whole = root_is_power_of_two(scale) | (magnitude == 0)
+    exact = whole & sum_is_exact(term_grid, magnitude / scale, arithmetic.accumulator)
+    scaling = np.where(whole, 0.0, tolerances()["operations"]["logit_scaling"] * np.abs(value))
+    # Terms that are off lie on no grid, so their sum is rounded even where the exact one would not be.
+    spared = exact & (propagated == 0)
+    summed = np.where(spared, 0.0, arithmetic.A * (terms * magnitude + scaling))
+    return stored(value, propagated, summed, exact, magnitude, terms, arithmetic, storage=storage)
+
+
+def stored(
+    value: Array,
+    propagated: Array,
+    summed: Array,
+    exact: NDArray[np.bool_],
+    magnitude: Array,
+    terms: Array,
+    arithmetic: Arithmetic,
+    *,
+    storage: Format | None = None,
+) -> Quantity:
+    """A result with the error that it comes with, rounded to the storage format or another one."""
+    if storage is not None:
+        arithmetic = dataclasses.replace(arithmetic, storage=storage)
+    incoming = propagated + summed
+    last = rounding(value, incoming, exact, arithmetic)
+    return Quantity(
+        value=value,
+        error=incoming + last,
+        exact=exact,
+        magnitude=magnitude,
+        stored=last,
+        summed=summed,
+        terms=terms,
+    )
+
+
+def least_grid(equation: str, x: NDArray[np.int64], y: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Finest grid of the terms of each sum: what einsum is with (min, +) in place of (+, ·)."""
+    inputs, result = equation.split("->")
+    of_x, of_y = inputs.split(",")
+    axes = "".join(dict.fromkeys(result + of_x + of_y))  # those that are summed come last
+    sizes = dict(zip(of_x, x.shape, strict=True)) | dict(zip(of_y, y.shape, strict=True))
+    least = np.full([sizes[axis] for axis in result], NO_GRID)
+    if 0 in sizes.values():
+        return least
+    x, y = _aligned(x, of_x, axes), _aligned(y, of_y, axes)
+    rows = sizes[axes[0]]
+    step = max(1, LARGEST_STEP * rows // math.prod(sizes.values()))
+    for start in range(0, rows, step):  # a few rows of the first axis at a time
+        part = slice(start, start + step)
+        both = (x if len(x) == 1 else x[part]) + (y if len(y) == 1 else y[part])
+        least[part] = np.min(both, axis=tuple(range(len(result), len(axes))))
+    return least
+
+
+def _aligned(x: NDArray[np.int64], of_x: str, axes: str) -> NDArray[np.int64]:
+    """x with its axes in a given order, and of length 1 along those that it lacks."""
+    present = [axis for axis in axes if axis in of_x]
+    x = np.transpose(x, [of_x.index(axis) for axis in present])
+    return np.expand_dims(x, [i for i, axis in enumerate(axes) if axis not in of_x])
