@@ -25,6 +25,9 @@ DIFFERS = "second run differs in bits"
 Inputs = Mapping[str, Any]
 """Arguments of `attention` by name: numpy arrays, and query_offset as an int or int64 array (B,)."""
 
+Operation = Literal["attention", "gradient"]
+"""What a job asks for: the forward pass, or the gradients of all seven arrays (SPEC.md chapter 9)."""
+
 UNDECLARED = "undeclared"
 """Precision class of a target that cannot be asked for it."""
 
@@ -58,10 +61,12 @@ class Job:
     Attributes:
         case_id: permanent id of the case.
         dtype: storage dtype, one of `DTYPES`.
-        operation: what to compute; "attention" is the only one so far.
-        inputs: arguments by name, only those that the case has, in the case's dtype.
+        operation: what to compute.
+        inputs: arguments by name, only those that the case has, in the case's dtype; for "gradient" also
+            the cotangent.
         config: all fields of the configuration (for a case of bad input, possibly not allowed ones).
-        wanted: names of the stages that the judge can use; "output" is always among them.
+        wanted: names of the stages that the judge can use, "output" always among them; for "gradient" the
+            names of the arguments, all of which are wanted.
         layout: how the arrays lie in memory when the target sees them (`corpus.layouts`).
         capability: what a target must declare to be given this job, or None.
     """
@@ -70,7 +75,7 @@ class Job:
     dtype: str
     inputs: Inputs
     config: Mapping[str, Any]
-    operation: str = "attention"
+    operation: Operation = "attention"
     wanted: tuple[str, ...] = ("output",)
     layout: str = "contiguous"
     capability: str | None = None
@@ -82,7 +87,7 @@ class Result:
 
     Attributes:
         kind: "arrays", or why there are none.
-        arrays: stages by name, `output` among them, where kind is "arrays".
+        arrays: stages by name, `output` among them, or gradients by argument, where kind is "arrays".
         failure: kind of failure, where kind is "failed".
         reason: one line for people; for a failure, what was raised or seen.
         error_types: names of the classes of the exception raised, most derived first.
@@ -112,8 +117,8 @@ class Verdict:
     Attributes:
         ratio: worst error divided by its limit; None where that is not a finite number.
         status: what became of the case.
-        stage: first stage over its limit, also "output" where only a companion is; None where all are
-            within.
+        stage: first stage over its limit, also "output" where only a companion is, or "gradient of ..."; None
+            where all are within.
         reason: one line: why it failed, was skipped or refused, or what is worth knowing.
     """
 

@@ -27,7 +27,7 @@ from iha_conformance.protocol import (
     Verdict,
 )
 from iha_conformance.targets.messages import describe
-from iha_core import STAGES
+from iha_core import GRADIENTS, STAGES
 
 LOOKAHEAD = 128
 """How many cases a fast target may be ahead of the slowest one; bounds what is kept in memory."""
@@ -155,6 +155,8 @@ def run_suite(
 def make_job(case: Case, dtype: str, inputs: Inputs) -> Job:
     """The call that a case asks a target to make."""
     wanted: tuple[str, ...] = STAGES if case.invalid is None else ("output",)
+    if case.operation == "gradient":
+        wanted = GRADIENTS
     if case.config.get("normalisation") == "none":  # there is no lse ([LIN-1])
         wanted = tuple(stage for stage in wanted if stage != "lse")
     return Job(
@@ -162,6 +164,7 @@ def make_job(case: Case, dtype: str, inputs: Inputs) -> Job:
         dtype=dtype,
         inputs=inputs,
         config=dict(case.config),
+        operation=case.operation,
         wanted=wanted,
         layout=case.layout,
         capability=case.capability,

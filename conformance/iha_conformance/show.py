@@ -14,7 +14,8 @@ from iha_conformance.errors import CommandError, unknown
 from iha_conformance.judge import expect
 from iha_conformance.protocol import DTYPES
 from iha_conformance.selection import find, of_families
-from iha_core import STAGES, AttentionConfig, validate
+from iha_core import GRADIENTS, STAGES, AttentionConfig, validate
+from iha_core.bounds import ForwardLimits
 from iha_core.reference import token_indices, visibility
 
 MASK_ROWS, MASK_COLUMNS = 64, 96
@@ -63,7 +64,7 @@ class Description:
 
     Attributes:
         mask: which keys each virtual query sees, (B, T, S).
-        stages: the exact answer.
+        stages: the exact answer; for a case of gradients, these by argument.
         limits: by stage.
         companions: limits on functionals of the output's error, by kind ([NUM-6]).
     """
@@ -114,7 +115,8 @@ class Description:
             shown = "\n".join(
                 render_array(name, array, limits.get(name)) for name, array in self.stages.items()
             )
-            sections.append(f"Stages (exact answer in float64; limits of {self.dtype})\n{shown}")
+            what = "Gradients" if self.case.operation == "gradient" else "Stages"
+            sections.append(f"{what} (exact answer in float64; limits of {self.dtype})\n{shown}")
         if self.companions:
             shown = "\n".join(f"  {kind}: {limit}" for kind, limit in self.companions.items())
             sections.append(f"Limits on the output's error as a whole ({self.dtype}, [NUM-6])\n{shown}")
@@ -183,14 +185,15 @@ def describe_case(name: str, dtype: str | None) -> Description:
     expectation = expect(case, chosen, inputs)
     assert expectation is not None  # only cases of bad input have none
     stages, limits = expectation.stages, expectation.limits
+    all_exact = isinstance(limits, ForwardLimits) and bool(limits.exact.all())
     return Description(
         case=case,
         dtype=chosen,
         inputs=inputs,
         mask=_mask(case, inputs),
-        stages={stage: stages[stage] for stage in STAGES if stage in stages},
+        stages={stage: stages[stage] for stage in (*STAGES, *GRADIENTS) if stage in stages},
         limits={
-            stage: Range.of(array, exact=stage == "output" and bool(limits.exact.all()))
+            stage: Range.of(array, exact=stage == "output" and all_exact)
             for stage, array in limits.limits.items()
         },
         companions={companion.kind: Range.of(companion.limit) for companion in limits.companions},
@@ -199,7 +202,7 @@ def describe_case(name: str, dtype: str | None) -> Description:
 
 def _mask(case: Case, inputs: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     config = AttentionConfig.from_dict(dict(case.config))
-    dims = validate(**inputs, config=config)
+    dims = validate(**{name: value for name, value in inputs.items() if name != "cotangent"}, config=config)
     query_index, key_index = token_indices(dims, inputs.get("query_offset"))
     masks = {name: inputs.get(name) for name in ("key_mask", "segment_ids", "kv_segment_ids")}
     return visibility(query_index, key_index, dims, config, **masks)

@@ -216,6 +216,7 @@ def all_capabilities(inputs, config):
     return honest(inputs, config)
 
 
+all_capabilities.vjp = honest
 all_capabilities.capabilities = ["invalid", "gradient", "decode", "sharded"]
 
 

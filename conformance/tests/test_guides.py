@@ -15,12 +15,19 @@ from iha_conformance.diagnose.dialect import AXES
 from iha_core.spec_files import spec_path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = {"pytorch": "torch", "jax": "jax", "mlx": "mlx.core", "array-api": "array_api_compat"}
+NEEDS = {
+    "pytorch": ("torch",),
+    "jax": ("jax", "flax", "optax"),
+    "mlx": ("mlx.core",),
+    "array-api": ("array_api_compat",),
+}
+"""Modules that the examples of a guide import."""
 
 
 @pytest.mark.parametrize("guide", NEEDS)
 def test_examples_run_and_print_what_the_guide_says(guide: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[guide])
+    for module in NEEDS[guide]:
+        pytest.importorskip(module)
     text = (ROOT / "docs" / f"{guide}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     script = "\n".join(body for language, body in blocks if language == "python")
@@ -36,7 +43,7 @@ def test_examples_run_and_print_what_the_guide_says(guide: str, tmp_path: Path) 
 def test_every_backend_has_a_guide_that_the_readme_links() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert pages == {*NEEDS, "diagnose", "power"}
+    assert pages == {*NEEDS, "conversion", "diagnose", "initialisation", "power"}
     assert pages == set(re.findall(r"\(docs/([a-z-]+)\.md\)", readme))
 
 

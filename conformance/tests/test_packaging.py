@@ -176,7 +176,7 @@ def test_every_package_of_the_house_is_shipped_typed_and_checked():
 
 def test_extras_name_each_framework_and_all_of_them():
     extras = PROJECT["project"]["optional-dependencies"]
-    backends = {"torch", "jax", "mlx", "array-api"}
+    backends = {"torch", "jax", "flax", "mlx", "array-api"}
     assert set(extras) >= backends | {"pytest", "all", "dev"}
     (everything,) = extras["all"]
     assert set(re.search(r"\[(.+)\]", everything)[1].split(",")) == backends

@@ -40,6 +40,20 @@ def test_porting_shows_what_its_commands_print() -> None:
     assert done.returncode == 0, done.stdout + done.stderr + "PORTING.md has changed: run `make porting`"
 
 
+@pytest.mark.requirement("INIT-5", "INIT-6")
+def test_the_tables_of_the_initialisers_are_what_they_measure() -> None:
+    pytest.importorskip("torch", reason="the page measures the layer of PyTorch")
+    script, page = "conformance/tools/initialisation_page.py", "docs/initialisation.md"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), str(ROOT / page), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_porting_has_five_steps_with_output() -> None:
     text = (ROOT / "PORTING.md").read_text(encoding="utf-8")
     steps = re.findall(r"^## (\d) ", text, re.MULTILINE)

@@ -239,4 +239,6 @@ def test_the_real_self_test_passes_in_one_dtype(tmp_path: Path) -> None:
     assert of["honest"] >= 12
     assert of["mutants"] >= 80
     assert of["separation"] >= 4
-    assert all(len(entry["dtypes"]["bfloat16"]["families"]) >= 10 for entry in written["mutants"])
+    for entry in written["mutants"]:
+        families = set(entry["dtypes"]["bfloat16"]["families"])
+        assert families == {"gradient"} or len(families) >= 10, entry["name"]

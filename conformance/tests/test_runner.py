@@ -28,6 +28,7 @@ def make_case(name: str, **fields) -> SimpleNamespace:
         "dtypes": ("float32",),
         "capability": None,
         "invalid": None,
+        "operation": "attention",
     }
     return SimpleNamespace(**defaults | fields)
 

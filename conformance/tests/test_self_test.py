@@ -20,16 +20,18 @@ import pytest
 from iha_conformance.corpus import Case, load_cases
 from iha_conformance.power import kernels, must_bind, self_test
 from iha_conformance.power.honest import HONEST, OnlineSoftmax
-from iha_conformance.power.measure import Problem, corpus, mutant_ratio, ratio, stages
+from iha_conformance.power.measure import Problem, all_cases, corpus, mutant_ratio, ratio, stages
 from iha_conformance.power.must_bind import Bound
 from iha_conformance.power.mutants import MUTANTS, Mutant
 from iha_conformance.power.outcome import CAUGHT, Measured, Outcome
-from iha_conformance.power.port import ROUNDINGS, Port, Rounding
-from iha_conformance.power.self_test import BEYOND_DOUBT, examine
+from iha_conformance.power.port import Port
+from iha_conformance.power.self_test import BEYOND_DOUBT, HONEST_OF, examine
+from iha_conformance.power.steps import ROUNDINGS, Rounding
 from iha_conformance.protocol import Job, Result, TargetInfo
 from iha_core import AttentionConfig, attention
 
 CASES = {case.id: case for case in corpus()}
+FORWARD_MUTANTS = {name: mutant for name, mutant in MUTANTS.items() if mutant.operation == "attention"}
 
 
 @cache
@@ -197,7 +199,7 @@ def test_a_fault_among_the_honest_and_honesty_among_the_faults_are_found(
         "of other bits": right("of other bits", "weighted_sum", values_from_the_last),
         "elsewhere": dataclasses.replace(MUTANTS["mean for collapse"], dtypes=("float16",)),
     }
-    monkeypatch.setattr(self_test, "HONEST", honest)
+    monkeypatch.setattr(self_test, "HONEST_OF", {"attention": honest})
     monkeypatch.setattr(self_test, "MUTANTS", mutants)
     found = of_family("collapse", dtype)
     assert found.distinct(dtype) == 3
@@ -211,7 +213,8 @@ def test_a_fault_among_the_honest_and_honesty_among_the_faults_are_found(
 
 def test_a_stage_of_an_honest_port_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outputs are right; its lse is to base 2."""
-    monkeypatch.setattr(self_test, "HONEST", {"mistaken": (faulty("lse to base 2"), "once")})
+    honest = {"mistaken": (faulty("lse to base 2"), "once")}
+    monkeypatch.setattr(self_test, "HONEST_OF", {"attention": honest})
     monkeypatch.setattr(self_test, "MUTANTS", {})
     assert of_family("spread", "float32").honest_max("float32") > 1
 
@@ -220,26 +223,32 @@ def test_a_stage_of_an_honest_port_is_judged_too(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_examining_is_running_everything(dtype: str) -> None:
+@pytest.mark.parametrize("family", ["collapse", "gradient"])
+def test_examining_is_running_everything(family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what is known of the honest port, and without stopping early."""
-    problems = [problem(case.id, dtype) for case in CASES.values() if case.family == "collapse"]
-    honest, mutants = examine("collapse", dtype)
-    assert set(honest) == set(HONEST)
-    for name, (make, rounding) in HONEST.items():
-        assert honest[name].ratios == {
-            "collapse": max(ratio(make(rounding, stages=True), each) for each in problems)
-        }
+    cases = [case for case in all_cases() if case.family == family and dtype in case.dtypes][:12]
+    monkeypatch.setattr(self_test, "all_cases", lambda: tuple(cases))
+    problems = [Problem.of(case, dtype) for case in cases]
+    operation = cases[0].operation
+    honest, mutants = examine(family, dtype)
+    assert set(honest) == set(HONEST_OF[operation])
+    for name, (make, rounding) in HONEST_OF[operation].items():
+        port = make(rounding, stages=True)
+        assert honest[name].ratios == {family: max(ratio(port, each) for each in problems)}
+        outputs = {each.case.id: stages(port, each).get("output") for each in problems}
         assert honest[name].digests == {
-            each.case.id: hashlib.sha256(stages(make(rounding), each)["output"].tobytes()).digest()
-            for each in problems
+            case: hashlib.sha256(output.tobytes()).digest()
+            for case, output in outputs.items()
+            if output is not None
         }
-    assert set(mutants) == {name for name, mutant in MUTANTS.items() if dtype in mutant.dtypes}
+    of_operation = {name: mutant for name, mutant in MUTANTS.items() if mutant.operation == operation}
+    assert set(mutants) == {name for name, mutant in of_operation.items() if dtype in mutant.dtypes}
     for name, of in mutants.items():
         worst = [max(ratio(MUTANTS[name].port(r), each) for each in problems) for r in ROUNDINGS]
         if of.largest < CAUGHT:
             assert min(worst) <= of.largest, name
         elif of.largest < BEYOND_DOUBT:
-            assert of.ratios == {"collapse": min(worst)}, name
+            assert of.ratios == {family: min(worst)}, name
         else:
             assert min(worst) >= BEYOND_DOUBT, name
 
@@ -351,7 +360,7 @@ def test_what_is_known_of_a_call_changes_no_bit_of_it(dtype: str, rounding: Roun
         honest = {offered: Port(rounding, stages=offered)(tried.inputs, config) for offered in (False, True)}
         known = Port(rounding).record(tried.inputs, config)
         before = [array.tobytes() for array in arrays_of(known)]
-        for name, mutant in MUTANTS.items():
+        for name, mutant in FORWARD_MUTANTS.items():
             expected = mutant.port(rounding)(tried.inputs, config)
             port = mutant.port(rounding, known=known)
             assert same(port(tried.inputs, config), expected), (name, case_id)
@@ -360,7 +369,7 @@ def test_what_is_known_of_a_call_changes_no_bit_of_it(dtype: str, rounding: Roun
                 idle += 1
         assert [array.tobytes() for array in arrays_of(known)] == before, case_id
         assert not any(step.flags.writeable for step in known if isinstance(step, np.ndarray)), case_id
-    assert idle > len(SOME) * len(MUTANTS) / 4, "nothing is saved"
+    assert idle > len(SOME) * len(FORWARD_MUTANTS) / 4, "nothing is saved"
 
 
 def test_whether_a_call_deviates_says_nothing_about_the_next_one() -> None:
@@ -415,10 +424,11 @@ class Inline:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three cases of two families, three honest ports and four mutants, in this process."""
     cases = tuple(CASES[case_id] for case_id in ("core/paper", "core/float64-inputs", "collapse/large"))
-    for module in (self_test, must_bind):
-        monkeypatch.setattr(module, "corpus", lambda: cases)
+    monkeypatch.setattr(self_test, "all_cases", lambda: cases)
+    monkeypatch.setattr(must_bind, "corpus", lambda: cases)
     monkeypatch.setattr(self_test, "ProcessPoolExecutor", Inline)
-    monkeypatch.setattr(self_test, "HONEST", dict(itertools.islice(HONEST.items(), 3)))
+    honest = dict(itertools.islice(HONEST.items(), 3))
+    monkeypatch.setattr(self_test, "HONEST_OF", {"attention": honest})
     names = ("pseudo-major", "inverted key mask", "inputs cast to float32", "lse to base 2")
     monkeypatch.setattr(self_test, "MUTANTS", {name: MUTANTS[name] for name in names})
 
@@ -481,7 +491,7 @@ def test_long_parts_are_begun_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "examine", noting)
     monkeypatch.setattr(must_bind, "bind", lambda dtype: Bound((), ()))
     self_test.self_test(("float32", "float16"))
-    families = {case.family for case in CASES.values()}
+    families = {case.family for case in all_cases()}
     assert sorted(begun) == sorted(itertools.product(families, ("float32", "float16")))
     assert {family for family, _ in begun[:2]} == {"tiles"}
 
@@ -540,7 +550,7 @@ def crashes_on_masks(job: Job) -> Result:
 def test_kernels_are_measured_on_the_quick_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = ("core/paper", "core/linear", "core/float64-inputs", "mask/virtual-edge", "mask/nan-query")
     cases = tuple(CASES[case_id] for case_id in (*quick, "core/pair", "mask/token-random"))
-    monkeypatch.setattr(kernels, "corpus", lambda: cases)
+    monkeypatch.setattr(kernels, "all_cases", lambda: cases)
     functions = (computes, refuses_bfloat16, off_in_masks, crashes_on_masks)
     targets = [FakeTarget(function.__name__, function) for function in functions]
     dtypes = ("float32", "bfloat16")

@@ -10,7 +10,7 @@ from typing import Any
 
 from iha_conformance.corpus.layouts import LAYOUTS
 from iha_conformance.corpus.recipes import RECIPES
-from iha_conformance.protocol import DTYPES
+from iha_conformance.protocol import CAPABILITIES, DTYPES, Operation
 from iha_core.config import AttentionConfig
 from iha_core.errors import IHAError
 from iha_core.spec_files import load_toml
@@ -35,6 +35,7 @@ FAMILIES = (
     "accumulation",
     "tiles",
     "pairs",
+    "gradient",
     "invalid",
 )
 """Families in the order of reports."""
@@ -90,6 +91,11 @@ class Case:
     capability: str | None
     invalid: Invalid | None
     replace: Mapping[str, Any]
+
+    @property
+    def operation(self) -> Operation:
+        """What a target is asked for."""
+        return "gradient" if self.family == "gradient" else "attention"
 
     @property
     def attention_config(self) -> AttentionConfig:
@@ -186,7 +192,7 @@ def _case(row: Mapping[str, Any], signatures: Mapping[str, Sequence[int]]) -> Ca
         parameters=MappingProxyType(row.get("parameters", {})),
         arguments=MappingProxyType(row.get("arguments", {})),
         layout=row.get("layout", "contiguous"),
-        capability="invalid" if invalid else None,
+        capability=row["family"] if row["family"] in CAPABILITIES else None,
         invalid=invalid,
         replace=MappingProxyType(row.get("replace", {})),
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.corpus.cases import Case
 from iha_conformance.corpus.recipes import RECIPES
-from iha_conformance.corpus.streams import cast
+from iha_conformance.corpus.streams import cast, integers, uniform
 
 PARAMETERS = ("alpha_q", "alpha_k", "alpha_v", "collapse")
 
@@ -19,7 +19,7 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
 
     Returns:
         numpy arrays (bfloat16 as ml_dtypes.bfloat16; ids and positions int64; key_mask bool), and
-        query_offset as an int or an int64 array (B,).
+        query_offset as an int or an int64 array (B,). For a case of gradients also the cotangent.
     """
     options = dict(case.parameters)
     collapse_kind = options.pop("collapse", "global")
@@ -27,6 +27,7 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
     wide_parameters = options.pop("float32_parameters", False)
     poison = options.pop("poison", None)
     nan = options.pop("nan", {})
+    cotangent = options.pop("cotangent", "uniform")
     tensors = RECIPES[case.recipe](case.id, case.sizes, **options)
     if collapse_kind == "per_head":
         tensors["collapse"] = _per_head(tensors["collapse"], case.recipe)
@@ -35,6 +36,8 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
         if same_batch and name in ("q", "k", "v"):
             tensor = np.repeat(tensor[:1], len(tensor), axis=0)
         inputs[name] = cast(tensor, "float32" if wide_parameters and name in PARAMETERS else dtype)
+    if case.operation == "gradient":
+        inputs["cotangent"] = cast(_cotangent(case, cotangent), dtype)
     inputs |= {name: _argument(name, written, case) for name, written in case.arguments.items()}
     if poison is not None:
         dropped = ~inputs["key_mask"]
@@ -44,6 +47,15 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
         inputs[name][tuple(index)] = np.nan
     inputs |= {name: _replacement(written) for name, written in case.replace.items()}
     return inputs
+
+
+def _cotangent(case: Case, kind: Literal["uniform", "whole", "positive"]) -> NDArray[np.float64]:
+    """The derivative of a loss by the output, (B, N, H, e); a "positive" one makes sums that only grow."""
+    shape = [case.sizes[letter] for letter in "BNHe"]
+    stream = f"{case.id}/cotangent"
+    if kind == "uniform":
+        return uniform(stream, shape, 2.0)
+    return integers(stream, shape, 1, 7) if kind == "positive" else integers(stream, shape, -3, 3)
 
 
 def _per_head(collapse: NDArray[np.float64], recipe: str) -> NDArray[np.float64]:

@@ -53,7 +53,7 @@ def _fused(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {**inputs, **parts}
 
 
-_FLOATS = ("q", "k", "v", "alpha_q", "alpha_k", "alpha_v", "collapse")
+_FLOATS = ("q", "k", "v", "alpha_q", "alpha_k", "alpha_v", "collapse", "cotangent")
 _ARRAYS = (*_FLOATS, "key_mask", "segment_ids", "kv_segment_ids", "positions", "kv_positions")
 
 LAYOUTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {

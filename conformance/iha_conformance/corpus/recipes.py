@@ -250,6 +250,32 @@ def loud_tail(case_id: str, z: Sizes) -> Tensors:
     return tensors
 
 
+def apart(case_id: str, z: Sizes, *, mixing: str = "identity", positive: bool = False) -> Tensors:
+    """Queries and keys of a head in lanes of their own: every logit is 0, and yet no gradient is.
+
+    Queries of even heads have the lanes j with j//2 even, their keys the others, odd heads the reverse; no
+    rotation in either pairing brings these lanes together. Heads of one parity are mixed, so that mixing
+    tensors have gradients between the parities. Weights are equal, and exact where their number is a power of
+    two. With `mixing` "whole" the parameters are small whole numbers; `positive` data make values that only
+    add up. Needs d a multiple of 8 and G even.
+    """
+    tensors = _identity(z)
+    lane, low, high = np.arange(z["d"]), *((1, 3) if positive else (-3, 3))
+    for name, odd in (("q", 0), ("k", 1)):
+        shape = tensors[name].shape
+        parity = (np.arange(shape[2]) + odd) % 2
+        own = lane // 2 % 2 == parity[:, None]  # (heads, d)
+        tensors[name] = integers(f"{case_id}/{name}", shape, low, high) * own
+    tensors["v"] = integers(f"{case_id}/v", tensors["v"].shape, low, high)
+    if mixing == "whole":
+        for name in ("alpha_q", "alpha_k", "alpha_v", "collapse"):
+            shape = tensors[name].shape
+            whole = integers(f"{case_id}/{name}", shape, -1, 1)
+            alike = np.arange(shape[0])[:, None] % 2 == np.arange(shape[1]) % 2
+            tensors[name] = whole * alike[..., None] if name in ("alpha_q", "alpha_k") else whole
+    return tensors
+
+
 def _identity(z: Sizes) -> Tensors:
     """Zeros with identity mixing (source h mod G) and a collapse that shows pseudo (i + 1, i)."""
     tensors = {name: np.zeros(shape) for name, shape in shapes(z).items()}
@@ -284,4 +310,5 @@ RECIPES: Mapping[str, Recipe] = {
     "linear": linear,
     "fine": fine,
     "loud_tail": loud_tail,
+    "apart": apart,
 }

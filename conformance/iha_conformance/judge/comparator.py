@@ -21,8 +21,15 @@ AXES = {
     "lse": "bht",
     "virtual_out": "bthe",
     "output": "bnhe",
+    "gradient of q": "bnhd",
+    "gradient of k": "bmgd",
+    "gradient of v": "bmge",
+    "gradient of alpha_q": "ghp",
+    "gradient of alpha_k": "ghp",
+    "gradient of alpha_v": "ghp",
+    "gradient of collapse": "ihp",
 }
-"""Axes of each stage in the letters of SPEC.md."""
+"""Axes of each stage, and of each gradient, in the letters of SPEC.md."""
 
 FEWEST_DIGITS, MOST_DIGITS = 6, 17
 """Significant digits of a number in a reason; 17 tell any two float64 apart."""
@@ -52,7 +59,7 @@ def compare(
     """Hold an array to exact values.
 
     Args:
-        stage: name of the stage; it decides the names of the axes in the reason.
+        stage: name of the stage or gradient; it decides the names of the axes in the reason.
         found: the array to judge, of the storage dtype or a wider one.
         exact: values of the reference; NaN and infinities must be met as they are.
         limit: largest allowed error of each element; inf where nothing is compared.
@@ -61,7 +68,7 @@ def compare(
     if not isinstance(found, np.ndarray):
         return Comparison(False, None, f"`{stage}`: expected an array, got {type(found).__name__}")
     if found.shape != exact.shape:
-        axes = ", ".join(AXES[stage])
+        axes = ", ".join(_axes(stage, exact.ndim))
         return Comparison(
             False, None, f"`{stage}` shape: expected ({axes}) = {exact.shape}, got {found.shape}"
         )
@@ -102,6 +109,12 @@ def compare(
     return Comparison(False, worst if np.isfinite(worst) else None, reason)
 
 
+def _axes(stage: str, count: int) -> str:
+    """Letters of the axes; a per-head collapse has one axis less, h in place of i and h."""
+    axes = AXES[stage]
+    return axes if len(axes) == count else axes[1:]
+
+
 def _holds(dtype: str, needed: str) -> bool:
     """Whether every number of one dtype is a number of the other."""
     if dtype not in FLOAT_DTYPES:
@@ -124,7 +137,11 @@ def _first(wrong: NDArray[np.bool_]) -> tuple[Any, ...]:
 
 
 def _where(stage: str, index: tuple[Any, ...]) -> str:
-    return "[" + ", ".join(f"{axis}={int(i)}" for axis, i in zip(AXES[stage], index, strict=True)) + "]"
+    return (
+        "["
+        + ", ".join(f"{axis}={int(i)}" for axis, i in zip(_axes(stage, len(index)), index, strict=True))
+        + "]"
+    )
 
 
 def _count(wrong: NDArray[np.bool_]) -> str:

@@ -13,6 +13,7 @@ from iha_conformance.judge.comparator import Comparison, compare
 from iha_conformance.judge.expectation import Expectation
 from iha_conformance.protocol import DIFFERS, Result, Verdict
 from iha_core.bounds import Companion
+from iha_core.gradient import GRADIENTS
 from iha_core.reference import STAGES
 from iha_core.validation import FLOAT_DTYPES, dtype_name
 
@@ -39,19 +40,24 @@ def judge(case: Case, dtype: str, expectation: Expectation | None, result: Resul
     if result.kind == "failed":
         return Verdict(status="failed", reason=f"{result.failure}: {result.reason}")
     assert expectation is not None  # only cases of bad input have none
-    return _values(dtype, expectation, result)
+    return _values(case, dtype, expectation, result)
 
 
-def _values(dtype: str, expectation: Expectation, result: Result) -> Verdict:
-    unknown = sorted(set(result.arrays) - set(STAGES))
+def _values(case: Case, dtype: str, expectation: Expectation, result: Result) -> Verdict:
+    is_gradient = case.operation == "gradient"
+    known = GRADIENTS if is_gradient else STAGES
+    unknown = sorted(set(result.arrays) - set(known))
     if unknown:
+        what = "gradient" if is_gradient else "stage"
         return Verdict(
             status="failed",
-            reason=f"unknown stage {unknown[0]!r}: expected names among {', '.join(STAGES)}",
+            reason=f"unknown {what} {unknown[0]!r}: expected names among {', '.join(known)}",
         )
-    if "output" not in result.arrays:
-        return Verdict(status="failed", stage="output", reason="missing: no `output` among the results")
-    compared = list(_comparisons(dtype, expectation, result))
+    for name in known if is_gradient else ("output",):
+        if name not in result.arrays:
+            label = _label(case, name)
+            return Verdict(status="failed", stage=label, reason=f"missing: no `{label}` among the results")
+    compared = list(_comparisons(case, dtype, expectation, result))
     finite = [comparison.ratio for _, comparison in compared if comparison.ratio is not None]
     worst = max(finite) if len(finite) == len(compared) else None
     for stage, comparison in compared:
@@ -75,12 +81,21 @@ def _worse_elsewhere(first: Comparison, compared: Sequence[tuple[str, Comparison
     return f"; the worst ratio, {worst.ratio:.3g}, is that of {worst.about or f'`{stage}`'}"
 
 
-def _comparisons(dtype: str, expectation: Expectation, result: Result) -> Iterator[tuple[str, Comparison]]:
+def _label(case: Case, name: str) -> str:
+    """Name of a result in a report: of a stage as it is; a gradient is not its argument."""
+    return f"gradient of {name}" if case.operation == "gradient" else name
+
+
+def _comparisons(
+    case: Case, dtype: str, expectation: Expectation, result: Result
+) -> Iterator[tuple[str, Comparison]]:
     limits = expectation.limits
-    for stage in STAGES:
-        if stage in result.arrays and stage in limits.limits:
-            found = result.arrays[stage]
-            yield stage, compare(stage, found, limits.stages[stage], limits.limits[stage], storage=dtype)
+    for name, limit in limits.limits.items():
+        if name in result.arrays:
+            label, storage = _label(case, name), expectation.dtypes.get(name, dtype)
+            yield label, compare(label, result.arrays[name], limits.stages[name], limit, storage=storage)
+    if not limits.companions:
+        return
     output = result.arrays["output"]
     judged = output.shape == limits.stages["output"].shape and dtype_name(output) in FLOAT_DTYPES
     if judged:

@@ -11,7 +11,7 @@ from iha_conformance.command import plan_targets
 from iha_conformance.corpus import check_frozen, corpus_sha256
 from iha_conformance.errors import CommandError, unknown
 from iha_conformance.power.kernels import measure_targets
-from iha_conformance.power.measure import corpus
+from iha_conformance.power.measure import all_cases
 from iha_conformance.power.outcome import Outcome
 from iha_conformance.power.self_test import self_test
 from iha_conformance.protocol import DTYPES
@@ -41,7 +41,7 @@ def self_test_command(dtypes: Sequence[str], *, json_name: str | None) -> bool:
         if dtype not in DTYPES:
             raise unknown("--dtype", dtype, DTYPES)
     chosen = tuple(dtype for dtype in DTYPES if dtype in dtypes or not dtypes)
-    check_frozen(corpus())
+    check_frozen(all_cases())
     with open_json(json_name) as file:
         with PartsBar(sys.stderr, "self-test") as bar:
             outcome = self_test(chosen, on_done=bar.on_done)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from iha_conformance.power.port import Array, Booleans, Port, Rounding, Side
+from iha_conformance.power.port import Booleans, Port, Side
+from iha_conformance.power.steps import Array, Rounding
 from iha_core import reference
 
 Narrow = NDArray[Any]

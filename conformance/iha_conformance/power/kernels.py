@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from iha_conformance.power.measure import corpus
+from iha_conformance.power.measure import all_cases
 from iha_conformance.power.outcome import Measured, digest
 from iha_conformance.protocol import Job, Result, Target, TargetInfo
 from iha_conformance.runner import Row, run_suite
@@ -50,7 +50,7 @@ def measure_targets(targets: Sequence[Target], dtypes: Sequence[str]) -> Mapping
     A dtype that a target refuses is left out. The caller closes the targets.
     """
     noting = [_Noting(target) for target in targets]
-    pairs = select(corpus(), Filters(dtype=tuple(dtypes), quick=True))
+    pairs = select(all_cases(), Filters(dtype=tuple(dtypes), quick=True))
     found: dict[str, dict[str, Measured]] = {}
     for target, report in zip(noting, run_suite(noting, pairs), strict=True):
         of_target = found.setdefault(report.info.name, {})

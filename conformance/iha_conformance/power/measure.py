@@ -11,9 +11,9 @@ import numpy as np
 
 from iha_conformance.corpus import Case, build_inputs, load_cases
 from iha_conformance.judge import Expectation, expect, judge
-from iha_conformance.power.mutants import Mutant
-from iha_conformance.power.port import Port, Rounding, Trace
-from iha_conformance.protocol import Inputs, Result, Verdict
+from iha_conformance.power.mutants import PORTS, Mutant
+from iha_conformance.power.steps import Rounding, Trace
+from iha_conformance.protocol import Inputs, Operation, Result, Verdict
 from iha_core.bounds import HIGHEST
 
 
@@ -33,7 +33,7 @@ class Problem:
         """What the steps of the port without a fault give, and its ratio; computed once."""
         key = rounding, stages
         if key not in self._honest:
-            port = Port(rounding, stages=stages)
+            port = PORTS[self.case.operation](rounding, stages=stages)
             self._honest[key] = port.record(self.inputs, self.case.config), ratio(port, self)
         return self._honest[key]
 
@@ -78,6 +78,11 @@ def mutant_ratio(mutant: Mutant, rounding: Rounding, problem: Problem) -> float:
     return excess(verdict(found, problem)) if port.deviates else honest_ratio
 
 
-def corpus() -> tuple[Case, ...]:
-    """The cases that have an output."""
-    return tuple(case for case in load_cases() if case.invalid is None)
+def corpus(operation: Operation = "attention") -> tuple[Case, ...]:
+    """The cases of an operation that have an answer."""
+    return tuple(case for case in load_cases() if case.invalid is None and case.operation == operation)
+
+
+def all_cases() -> tuple[Case, ...]:
+    """Those of both operations."""
+    return corpus("attention") + corpus("gradient")

@@ -6,29 +6,20 @@ way; a mutant (`mutants`) is a port with one step replaced by a function that do
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.corpus.streams import cast
-from iha_core import AttentionConfig, Dims, dtype_name, reference, validate
-from iha_core.bounds import HIGHEST, arithmetic
+from iha_conformance.power.steps import Array, Steps
+from iha_core import AttentionConfig, dtype_name, reference, validate
 
-Array = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Booleans = NDArray[np.bool_]
 Masks = Mapping[str, Any]
 Side = Literal["q", "k", "v"]
-Rounding = Literal["once", "stages"]
-Replacement = Callable[..., Any]
-Trace = Sequence[Any]
-"""Results of the steps of a call, in order."""
-
-ROUNDINGS: tuple[Rounding, ...] = ("once", "stages")
-
 TENSORS = ("q", "k", "v", "alpha_q", "alpha_k", "alpha_v", "collapse")
 
 STEPS = (
@@ -51,81 +42,22 @@ STEPS = (
 """What may be replaced, in the order in which it happens; each is a method of `Port`."""
 
 
-def to_bits(x: Any, bits: int) -> Any:
-    """x rounded to nearest with so many significant bits; shape and dtype of x."""
-    significand, exponent = np.frexp(x)
-    return np.ldexp(np.rint(np.ldexp(significand, bits)), exponent - bits).astype(x.dtype)
+class Port(Steps):
+    """A callable target, `port(inputs, config)`, that gives the output or all stages; see `Steps`.
 
-
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two results of a step have the same bits."""
-    if ours is theirs:
-        return True
-    if isinstance(ours, np.ndarray) and isinstance(theirs, np.ndarray):
-        return (
-            ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes()
-        )
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(_same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    return type(ours) is type(theirs) and bool(ours == theirs)
-
-
-class Port:
-    """A callable target, `port(inputs, config)`, that gives the output or all stages.
-
-    A replacement is called as `function(port, *arguments of the step)`. It finds the step as it should be
-    under `port.<step>`, and what is known of the call in the attributes below.
-
-    Args:
-        rounding: "once" rounds the output only; "stages" rounds every stage but the logits and lse.
-        stages: whether to return all stages.
-        precision: precision class of the products ([NUM-8]).
-        replace: functions by the name of the step that they replace.
-        known: what the steps of an honest port gave for the same call and rounding (`record`). Steps are
-            taken from there until a replaced one gives something else.
-
-    Raises:
-        ValueError: something else than a step is to be replaced.
+    "stages" rounds every stage but logits and lse. The first two steps change arguments, configuration and
+    sizes.
 
     Attributes:
-        deviates: whether, in the last call, a replaced step gave something else than `known` has.
-        dtype: storage dtype of the call.
-        inputs, config, dims: its arguments, configuration and sizes, as changed by the first two steps.
         positions: RoPE positions of queries and keys, (B, N) and (B or 1, M).
     """
 
-    dtype: str
-    inputs: dict[str, Any]
-    config: AttentionConfig
-    dims: Dims
+    STEPS = STEPS
+
     positions: tuple[Integers, Integers]
 
-    def __init__(
-        self,
-        rounding: Rounding = "once",
-        *,
-        stages: bool = False,
-        precision: str = HIGHEST,
-        replace: Mapping[str, Replacement] | None = None,
-        known: Trace | None = None,
-    ) -> None:
-        self.rounding = rounding
-        self.stages = stages
-        self.precision = precision
-        self._replaced = dict(replace or {})
-        self._known = known
-        self._trace: list[Any] = []
-        self.deviates = known is None
-        unknown = sorted(set(self._replaced) - set(STEPS))
-        if unknown:
-            raise ValueError(f"replace: expected steps among {', '.join(STEPS)}, got {unknown[0]!r}")
-
     def __call__(self, inputs: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
-        self.dtype = dtype_name(inputs["q"])
-        self.deviates = self._known is None
-        self._trace = []
+        self.begin(dtype_name(inputs["q"]))
         with np.errstate(all="ignore"):
             results = self._forward(dict(inputs), dict(config))
             results["output"] = cast(results["output"], self.dtype)
@@ -197,81 +129,39 @@ class Port:
         """The output as it is given."""
         return output
 
-    # What steps are made of.
-
-    def store(self, x: Array) -> Array:
-        """What storing leaves of a stage."""
-        return cast(x, self.dtype).astype(np.float64) if self.rounding == "stages" else x
-
-    def accumulator(self) -> type[np.floating[Any]]:
-        """The narrowest format that sums may have ([NUM-1])."""
-        return np.float64 if arithmetic(self.dtype).accumulator.name == "float64" else np.float32
-
-    def multiply(self, product: Callable[[Any, Any], Array], x: Any, y: Any) -> Array:
-        """Sums of products of x and y, as a matrix unit of the class forms them."""
-        if self.precision == HIGHEST or self.dtype == "float64":
-            return product(x, y)
-        if self.precision != "bf16x3":
-            bits = {"tf32": 11, "bf16x1": 8}[self.precision]
-            return product(to_bits(x, bits), to_bits(y, bits))
-        high_x, high_y = to_bits(x, 8), to_bits(y, 8)
-        low_x, low_y = to_bits(x - high_x, 8), to_bits(y - high_y, 8)
-        return product(high_x, high_y) + product(high_x, low_y) + product(low_x, high_y)
-
-    # The operation.
-
-    def record(self, inputs: Mapping[str, Any], config: Mapping[str, Any]) -> Trace:
-        """What each step gives for a call, in order; not to be written to."""
-        self(inputs, config)
-        for array in itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in self._trace):
-            if isinstance(array, np.ndarray):
-                array.flags.writeable = False
-        return self._trace
-
-    def _do(self, step: str, *arguments: Any) -> Any:
-        replacement = self._replaced.get(step)
-        known = None if self.deviates or self._known is None else self._known[len(self._trace)]
-        if replacement is not None:
-            result = replacement(self, *arguments)
-            self.deviates = self.deviates or not _same(result, known)
-        else:
-            result = getattr(self, step)(*arguments) if self.deviates else known
-        self._trace.append(result)
-        return result
-
     def _forward(self, inputs: dict[str, Any], config: dict[str, Any]) -> dict[str, Array]:
         self.config = AttentionConfig(**config)
         self.dims = validate(**inputs, config=self.config)
         self.inputs = inputs
-        self.inputs = inputs = self._do("change_inputs", dict(inputs))
-        self.config = AttentionConfig(**self._do("change_config", config))
+        self.inputs = inputs = self.do("change_inputs", dict(inputs))
+        self.config = AttentionConfig(**self.do("change_config", config))
         self.dims = validate(**inputs, config=self.config)
         wide = {name: np.asarray(inputs[name], np.float64) for name in TENSORS}
         key_mask = inputs.get("key_mask")
         if key_mask is not None:
-            wide |= {name: self._do("isolate", wide[name], key_mask) for name in ("k", "v")}
+            wide |= {name: self.do("isolate", wide[name], key_mask) for name in ("k", "v")}
         out: dict[str, Array] = {}
         for side in "qkv":
-            mixed = self._do("mix", side, wide[side], wide[f"alpha_{side}"])
-            out[f"mixed_{side}"] = self.store(self._do("order", mixed, False))
-        query_index = self._do("query_index", inputs.get("query_offset"))
+            mixed = self.do("mix", side, wide[side], wide[f"alpha_{side}"])
+            out[f"mixed_{side}"] = self.store(self.do("order", mixed, False))
+        query_index = self.do("query_index", inputs.get("query_offset"))
         key_index = np.arange(self.dims.M)
         self.positions = reference.token_positions(
             query_index, key_index, inputs.get("positions"), inputs.get("kv_positions")
         )
         for side, position in zip("qk", self.positions, strict=True):
-            angles = self._do("angles", side, position)
-            out[f"rotated_{side}"] = self.store(self._do("rotate", side, out[f"mixed_{side}"], angles))
+            angles = self.do("angles", side, position)
+            out[f"rotated_{side}"] = self.store(self.do("rotate", side, out[f"mixed_{side}"], angles))
         masks = {name: inputs.get(name) for name in ("key_mask", "segment_ids", "kv_segment_ids")}
-        visible = self._do("visible", query_index, key_index, masks)
-        raw = self._do("products", out["rotated_q"], out["rotated_k"], self._do("scale"))
+        visible = self.do("visible", query_index, key_index, masks)
+        raw = self.do("products", out["rotated_q"], out["rotated_k"], self.do("scale"))
         if self.config.normalisation == "softmax":
             out["logits"] = np.where(visible[:, None], raw, -np.inf)
-            weights, out["lse"] = self._do("softmax", out["logits"])
+            weights, out["lse"] = self.do("softmax", out["logits"])
         else:
             out["logits"] = weights = np.where(visible[:, None], raw, 0.0)
-        summed = self._do("weighted_sum", self.store(weights), out["mixed_v"], visible)
+        summed = self.do("weighted_sum", self.store(weights), out["mixed_v"], visible)
         out["virtual_out"] = self.store(summed)
-        collapsed = self._do("collapse", self._do("order", out["virtual_out"], True), wide["collapse"])
-        out["output"] = self._do("change_output", collapsed)
+        collapsed = self.do("collapse", self.do("order", out["virtual_out"], True), wide["collapse"])
+        out["output"] = self.do("change_output", collapsed)
         return out

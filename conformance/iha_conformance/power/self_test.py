@@ -12,20 +12,26 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
 from typing import Any
 
 from iha_conformance.power import must_bind
+from iha_conformance.power.backward_honest import BACKWARD_HONEST
 from iha_conformance.power.honest import HONEST
-from iha_conformance.power.measure import Problem, corpus, excess, mutant_ratio, stages, verdict
+from iha_conformance.power.measure import Problem, all_cases, excess, mutant_ratio, stages, verdict
 from iha_conformance.power.mutants import MUTANTS, Mutant
 from iha_conformance.power.outcome import CAUGHT, Measured, Outcome, digest
-from iha_conformance.power.port import ROUNDINGS
-from iha_conformance.protocol import DTYPES
+from iha_conformance.power.steps import ROUNDINGS, Rounding, Steps
+from iha_conformance.protocol import DTYPES, Operation
 from iha_conformance.runner import HarnessError
+
+Made = tuple[Callable[..., Steps], Rounding]
+
+HONEST_OF: Mapping[Operation, Mapping[str, Made]] = {"attention": HONEST, "gradient": BACKWARD_HONEST}
+"""Honest implementations by name: what makes them, and how they round."""
 
 BEYOND_DOUBT = 100.0
 """A mutant so far beyond a limit is not run on the rest of the family; its maxima are lower bounds then."""
@@ -37,25 +43,26 @@ def examine(family: str, dtype: str) -> tuple[dict[str, Measured], dict[str, Mea
     Returns:
         What was measured, by name: of the honest, of the mutants.
     """
-    problems = [
-        Problem.of(case, dtype) for case in corpus() if case.family == family and dtype in case.dtypes
-    ]
-    honest = {name: _measure_honest(name, family, problems) for name in HONEST}
+    cases = [case for case in all_cases() if case.family == family and dtype in case.dtypes]
+    problems = [Problem.of(case, dtype) for case in cases]
+    operation: Operation = "gradient" if family == "gradient" else "attention"
+    honest = {name: _measure_honest(made, family, problems) for name, made in HONEST_OF[operation].items()}
     mutants = {
         name: Measured(ratios={family: _least_caught(mutant, problems)})
         for name, mutant in MUTANTS.items()
-        if dtype in mutant.dtypes
+        if dtype in mutant.dtypes and mutant.operation == operation
     }
     return honest, mutants
 
 
-def _measure_honest(name: str, family: str, problems: Sequence[Problem]) -> Measured:
-    make, rounding = HONEST[name]
+def _measure_honest(made: Made, family: str, problems: Sequence[Problem]) -> Measured:
+    make, rounding = made
     worst, digests = 0.0, {}
     for problem in problems:
         found = stages(make(rounding, stages=True), problem)
         worst = max(worst, excess(verdict(found, problem)))
-        digests[problem.case.id] = digest(found["output"])
+        if "output" in found:
+            digests[problem.case.id] = digest(found["output"])
     return Measured(ratios={family: worst}, digests=digests)
 
 
@@ -94,7 +101,7 @@ def self_test(
     Raises:
         HarnessError: one of the processes was ended from outside.
     """
-    families = list(dict.fromkeys(case.family for case in corpus()))
+    families = list(dict.fromkeys(case.family for case in all_cases()))
     parts = sorted(itertools.product(families, dtypes), key=_cost, reverse=True)
     honest: dict[str, dict[str, Measured]] = defaultdict(dict)
     mutants: dict[str, dict[str, Measured]] = defaultdict(dict)
@@ -128,7 +135,7 @@ def self_test(
             raise
     return Outcome(
         dtypes=tuple(dtypes),
-        honest={name: honest[name] for name in HONEST},
+        honest={name: honest[name] for of in HONEST_OF.values() for name in of},
         mutants={name: mutants[name] for name in MUTANTS if name in mutants},
         must_bind=bound,
     )
@@ -137,7 +144,7 @@ def self_test(
 def _cost(part: tuple[str, str]) -> int:
     """Roughly how long a part takes: the logits of its cases, and something for each case."""
     family, dtype = part
-    of_family = [case.sizes for case in corpus() if case.family == family and dtype in case.dtypes]
+    of_family = [case.sizes for case in all_cases() if case.family == family and dtype in case.dtypes]
     return sum(10_000 + z["B"] * z["H"] * z["N"] * z["M"] * z["P"] ** 2 for z in of_family)
 
 

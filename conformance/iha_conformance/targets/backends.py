@@ -100,8 +100,6 @@ def has_devices(name: str) -> bool:
 class BackendAdapter:
     """A backend package with `attention` and `attention_stages`, and the bridge to its framework."""
 
-    capabilities = frozenset({"invalid"})
-
     def __init__(self, package: Any, bridge: Bridge, info: TargetInfo) -> None:
         from iha_core import AttentionConfig
 
@@ -109,6 +107,7 @@ class BackendAdapter:
         self._package = package
         self._bridge = bridge
         self._make_config = AttentionConfig.from_dict
+        self.capabilities = frozenset({"invalid", "gradient"} if bridge.differentiates else {"invalid"})
 
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, str | None]:
         if self._bridge.compiles_once(inputs):
@@ -129,6 +128,26 @@ class BackendAdapter:
         _check_output_dtype(arrays, inputs)
         return arrays
 
+    def gradients(
+        self, inputs: Inputs, config: dict[str, Any], cotangent: np.ndarray[Any, Any]
+    ) -> tuple[Arrays, str | None]:
+        """Gradients by argument, through the framework's own differentiation."""
+        arguments = self._native(inputs)
+        found, kernel = self._bridge.gradients(
+            self._package.attention_stages,
+            arguments,
+            self._make_config(config),
+            self._bridge.to_native(cotangent),
+        )
+        arrays = {name: self._bridge.to_numpy(value) for name, value in found.items()}
+        for name, array in arrays.items():
+            if array.dtype != inputs[name].dtype:
+                raise WrongReturnError(
+                    f"gradient of `{name}` dtype: expected {inputs[name].dtype.name}, that of {name}"
+                    f" ([GRAD-9]), got {array.dtype.name}"
+                )
+        return arrays, f"derivative of {kernel}"
+
     def _output_and_kernel(self, **arguments: Any) -> tuple[dict[str, Any], str]:
         stages, kernel = self._package.attention_stages(**arguments)
         return {"output": stages["output"]}, kernel
@@ -136,12 +155,14 @@ class BackendAdapter:
     def _call(
         self, function: Function, inputs: Inputs, config: dict[str, Any], then: Function | None = None
     ) -> Any:
+        return self._bridge.call(function, self._native(inputs), self._make_config(config), then)
+
+    def _native(self, inputs: Inputs) -> dict[str, Any]:
         # A case of bad input may hold something else than arrays; it is for the backend to say so.
-        arguments = {
+        return {
             name: self._bridge.to_native(value) if isinstance(value, np.ndarray) else value
             for name, value in inputs.items()
         }
-        return self._bridge.call(function, arguments, self._make_config(config), then)
 
 
 def _check_output_dtype(arrays: Arrays, inputs: Inputs) -> None:

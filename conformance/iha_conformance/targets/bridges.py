@@ -11,6 +11,7 @@ import numpy as np
 from iha_conformance.protocol import UNDECLARED, TargetUnavailable
 from iha_conformance.targets.jax_bridge import JaxBridge
 from iha_conformance.targets.messages import Function, RefusedError, describe
+from iha_core import GRADIENTS
 
 UNROUNDED = ("numpy", "array_api_strict")
 """Namespaces that multiply unrounded operands on the CPU, whatever the environment says ([NUM-8])."""
@@ -53,6 +54,20 @@ class Bridge(Protocol):
         """
         ...
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether there are `gradients`."""
+        ...
+
+    def gradients(
+        self, stages: Function, arguments: Mapping[str, Any], config: Any, cotangent: Any
+    ) -> tuple[dict[str, Any], str]:
+        """Gradients by argument, by the framework's own differentiation, and the kernel of the forward pass.
+
+        `stages` is a backend's `attention_stages`; `arguments` and `cotangent` are native.
+        """
+        ...
+
 
 class EagerBridge:
     """A framework that computes at once, or when it is asked for values: there is nothing to compile."""
@@ -64,6 +79,13 @@ class EagerBridge:
         self, function: Function, arguments: Mapping[str, Any], config: Any, then: Function | None = None
     ) -> Any:
         return function(**arguments, config=config)
+
+    differentiates = False
+
+    def gradients(
+        self, stages: Function, arguments: Mapping[str, Any], config: Any, cotangent: Any
+    ) -> tuple[dict[str, Any], str]:
+        raise RefusedError("the framework does not differentiate")
 
 
 class NamespaceBridge(EagerBridge):
@@ -99,6 +121,8 @@ class NamespaceBridge(EagerBridge):
 
 class TorchBridge(EagerBridge):
     """PyTorch, on any of its devices."""
+
+    differentiates = True
 
     WORDS: Mapping[str, str] = {"highest": "highest", "tf32": "high", "bf16x3": "highest", "bf16x1": "medium"}
     """PyTorch's own word for the products of a precision class, or for better ones: `high` may mean tf32."""
@@ -137,9 +161,19 @@ class TorchBridge(EagerBridge):
             return np.array(native.view(self._torch.int16).numpy().view(ml_dtypes.bfloat16))
         return np.array(native.numpy())
 
+    def gradients(
+        self, stages: Function, arguments: Mapping[str, Any], config: Any, cotangent: Any
+    ) -> tuple[dict[str, Any], str]:
+        leaves = [arguments[name].requires_grad_() for name in GRADIENTS]
+        found, kernel = stages(**arguments, config=config)
+        gradients = self._torch.autograd.grad(found["output"], leaves, cotangent, materialize_grads=True)
+        return dict(zip(GRADIENTS, gradients, strict=True)), kernel
+
 
 class MlxBridge(EagerBridge):
     """MLX, on the CPU or the GPU, which becomes the default device of the process."""
+
+    differentiates = True
 
     TF32 = "MLX_ENABLE_TF32"
     """Environment variable by which GPUs round the operands of float32 products; MLX's default is 1."""
@@ -181,6 +215,20 @@ class MlxBridge(EagerBridge):
 
             return np.array(native.view(self._mlx.uint16)).view(ml_dtypes.bfloat16)
         return np.array(native)
+
+    def gradients(
+        self, stages: Function, arguments: Mapping[str, Any], config: Any, cotangent: Any
+    ) -> tuple[dict[str, Any], str]:
+        rest = {name: value for name, value in arguments.items() if name not in GRADIENTS}
+        kernels: list[str] = []
+
+        def output(*floats: Any) -> Any:
+            found, kernel = stages(**dict(zip(GRADIENTS, floats, strict=True)), **rest, config=config)
+            kernels.append(kernel)
+            return found["output"]
+
+        _, gradients = self._mlx.vjp(output, [arguments[name] for name in GRADIENTS], [cotangent])
+        return dict(zip(GRADIENTS, gradients, strict=True)), kernels[0]
 
 
 def _memory(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:

@@ -5,7 +5,9 @@
 `inputs` holds the arguments that the case has, in the case's dtype (bfloat16 as
 `ml_dtypes.bfloat16`; query_offset is an int or an int64 array), `config` all fields of the
 configuration. The result is the output, or any of the stages by name, "output" among them.
-`fn.capabilities` may be a set of names, such as {"invalid"}; see `protocol.CAPABILITIES`.
+`fn.capabilities` may be a set of names, such as {"invalid"}; see `protocol.CAPABILITIES`. One that
+declares "gradient" has `fn.vjp(inputs, config, cotangent)`, which returns the gradients of the seven arrays
+by name.
 """
 
 from __future__ import annotations
@@ -60,6 +62,18 @@ class CallableAdapter:
             raise RefusedError(str(error) or "NotImplementedError") from error
         return as_arrays(returned)
 
+    def gradients(
+        self, inputs: Inputs, config: dict[str, Any], cotangent: np.ndarray[Any, Any]
+    ) -> tuple[Arrays, None]:
+        """Call the function's `vjp` and check that arrays come back."""
+        try:
+            returned = self._function.vjp(dict(inputs), dict(config), cotangent)  # type: ignore[attr-defined]
+        except NotImplementedError as error:
+            raise RefusedError(str(error) or "NotImplementedError") from error
+        if not isinstance(returned, dict):
+            raise WrongReturnError(f"expected a dict of gradients, got {type(returned).__name__}")
+        return _checked(returned, "gradients"), None
+
 
 def as_arrays(returned: object) -> Arrays:
     """What a callable returned, as arrays by stage name; copies, since the callable may reuse its own.
@@ -74,10 +88,14 @@ def as_arrays(returned: object) -> Arrays:
     if "output" not in stages:
         found = ", ".join(map(repr, stages)) or "nothing"
         raise OutputMissingError(f"expected 'output' among the returned stages, got {found}")
+    return _checked(stages, "stages")
+
+
+def _checked(returned: dict[Any, Any], what: str) -> Arrays:
     arrays: Arrays = {}
-    for stage, value in stages.items():
+    for stage, value in returned.items():
         if not isinstance(stage, str):
-            raise WrongReturnError(f"expected stages by name, got the key {stage!r}")
+            raise WrongReturnError(f"expected {what} by name, got the key {stage!r}")
         if not isinstance(value, np.ndarray):
             raise WrongReturnError(f"`{stage}`: expected a numpy array, got {type(value).__name__}")
         if value.dtype.hasobject or value.dtype.kind in "SUMm" or value.dtype.names:
@@ -111,7 +129,10 @@ def load(name: str, directory: str, precision: str | None = None) -> CallableAda
         path += "." + part
     if not callable(found):
         raise TargetUnavailable(f"target {name!r}: expected a callable, got {type(found).__name__}")
-    return CallableAdapter(name, found, _capabilities(name, getattr(found, "capabilities", ())), precision)
+    declared = _capabilities(name, getattr(found, "capabilities", ()))
+    if "gradient" in declared and not callable(getattr(found, "vjp", None)):
+        raise TargetUnavailable(f"target {name!r}: expected a callable vjp, as it declares 'gradient'")
+    return CallableAdapter(name, found, declared, precision)
 
 
 def _capabilities(name: str, declared: object) -> frozenset[str]:

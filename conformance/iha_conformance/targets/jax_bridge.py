@@ -11,6 +11,7 @@ import numpy as np
 
 from iha_conformance.protocol import TargetUnavailable
 from iha_conformance.targets.messages import Function, RefusedError, describe
+from iha_core import GRADIENTS
 
 QUICK_CODE = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 0}
 """Options of XLA that spare three quarters of the time that it takes for a CPU.
@@ -60,6 +61,7 @@ class JaxBridge:
             self._options["implementation"] = implementation
         self._compilers = ThreadPoolExecutor(2)
         self._compilations: dict[Any, Future[Function]] = {}
+        self._derivatives: dict[Function, Function] = {}
         _keep_on_disk(jax)
 
     def to_native(self, array: np.ndarray[Any, Any]) -> Any:
@@ -97,6 +99,38 @@ class JaxBridge:
                 raise RefusedError(str(error)) from error
             raise
         return compiled(arrays)
+
+    @property
+    def differentiates(self) -> bool:
+        """An implementation that is asked for by name need not."""
+        return "implementation" not in self._options
+
+    def gradients(
+        self, stages: Function, arguments: Mapping[str, Any], config: Any, cotangent: Any
+    ) -> tuple[dict[str, Any], str]:
+        if stages not in self._derivatives:
+            self._derivatives[stages] = self._derivative(stages)
+        found: tuple[dict[str, Any], str] = self.call(
+            self._derivatives[stages], {**arguments, "cotangent": cotangent}, config
+        )
+        return found
+
+    def _derivative(self, stages: Function) -> Function:
+        """The derivative of a backend's function, as one to compile."""
+
+        def derivative(*, cotangent: Any, **arguments: Any) -> tuple[dict[str, Any], str]:
+            floats = {name: arguments.pop(name) for name in GRADIENTS}
+            kernels: list[str] = []
+
+            def output(floats: dict[str, Any]) -> Any:
+                found, kernel = stages(**floats, **arguments)
+                kernels.append(kernel)
+                return found["output"]
+
+            _, pull = self._jax.vjp(output, floats)
+            return pull(cotangent)[0], kernels[0]
+
+        return derivative
 
     def _compilation(
         self, function: Function, arrays: Mapping[str, Any], static: Mapping[str, Any]

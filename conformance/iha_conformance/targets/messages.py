@@ -61,7 +61,8 @@ class Adapter(Protocol):
 
     `detailed` returns all the stages that the target offers and the name of the computation that
     ran; `plain` calls the target as its users do. A target without that distinction does the same
-    thing twice. Either may raise anything; `RefusedError` means the job counts as skipped.
+    thing twice. `gradients` is asked only of targets that declare the capability "gradient"; it returns
+    gradients by argument. Each may raise anything; `RefusedError` means the job counts as skipped.
     """
 
     @property
@@ -73,6 +74,10 @@ class Adapter(Protocol):
     def detailed(self, inputs: Inputs, config: dict[str, Any]) -> tuple[Arrays, str | None]: ...
 
     def plain(self, inputs: Inputs, config: dict[str, Any]) -> Arrays: ...
+
+    def gradients(
+        self, inputs: Inputs, config: dict[str, Any], cotangent: np.ndarray[Any, Any]
+    ) -> tuple[Arrays, str | None]: ...
 
 
 class RefusedError(Exception):
@@ -93,7 +98,7 @@ class WrongReturnError(Exception):
 
 def only_wanted(wanted: tuple[str, ...], arrays: Arrays) -> Arrays:
     """What is wanted, and stages that nobody knows: the judge has to see misspelt names."""
-    return {stage: array for stage, array in arrays.items() if stage in wanted or stage not in STAGES}
+    return {name: array for name, array in arrays.items() if name in wanted or name not in STAGES}
 
 
 def how_it_ended(status: int) -> str:

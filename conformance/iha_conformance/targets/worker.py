@@ -22,6 +22,7 @@ from iha_conformance.corpus import apply_layout
 from iha_conformance.protocol import Inputs, Job, Result, TargetUnavailable
 from iha_conformance.targets.messages import (
     Adapter,
+    Arrays,
     Launch,
     OutputMissingError,
     Ready,
@@ -81,6 +82,11 @@ def run_job(adapter: Adapter, job: Job) -> Result:
         # Copied before the layout is applied: a pickle is contiguous, and so is a deep copy.
         return apply_layout(copy.deepcopy(dict(job.inputs)), job.layout)
 
+    def gradients() -> tuple[Arrays, str | None]:
+        inputs = dict(fresh())
+        cotangent = inputs.pop("cotangent")
+        return adapter.gradients(inputs, dict(job.config), cotangent)
+
     def result(**fields: Any) -> Result:
         return Result(case_id=job.case_id, dtype=job.dtype, **fields)
 
@@ -91,11 +97,13 @@ def run_job(adapter: Adapter, job: Job) -> Result:
     try:
         if job.capability == "invalid":  # what users call has to refuse bad input
             arrays = adapter.plain(fresh(), dict(job.config))
+        elif job.operation == "gradient":
+            arrays, kernel = gradients()
         else:
             arrays, kernel = adapter.detailed(fresh(), dict(job.config))
         seconds = time.perf_counter() - start
         prefix = "second run: "
-        again = adapter.plain(fresh(), dict(job.config))
+        again = gradients()[0] if job.operation == "gradient" else adapter.plain(fresh(), dict(job.config))
     except RefusedError as error:
         return result(kind="refused", reason=one_line(str(error)))
     except OutputMissingError as error:

@@ -1,4 +1,4 @@
-// Interleaved Head Attention, IHA 1.1: a port in C++17, written from SPEC.md alone.
+// Interleaved Head Attention, IHA 1.2: a port in C++17, written from SPEC.md alone.
 //
 //   build   g++ -std=c++17 -O2 -Wall -Wextra -Werror -o iha iha.cpp        (or clang++)
 //   run     ./iha IN_DIR OUT_DIR                                           (SPEC.md 8.1)

@@ -1,4 +1,4 @@
-// Interleaved Head Attention (IHA) 1.1 in JavaScript, written from SPEC.md alone, to be read and to be copied from.
+// Interleaved Head Attention (IHA) 1.2 in JavaScript, written from SPEC.md alone, to be read and to be copied from.
 //
 //     node iha.mjs IN_DIR OUT_DIR                                           runs it on a folder of inputs (chapter 8.1)
 //     iha run --exec "node conformance/ports/javascript/iha.mjs"            judges it

@@ -16,12 +16,13 @@ from iha_conformance.power.mutants import (  # isort: skip
     sums,
     collapse,
     outputs,
+    gradient,
 )
-from iha_conformance.power.mutants.registry import Mutant, registered
+from iha_conformance.power.mutants.registry import PORTS, Mutant, registered
 
-_PARTS = (mixing, order, arguments, masks, rotation, logits, softmax, sums, collapse, outputs)
+_PARTS = (mixing, order, arguments, masks, rotation, logits, softmax, sums, collapse, outputs, gradient)
 
 MUTANTS = registered()
 """All of them by name."""
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["MUTANTS", "PORTS", "Mutant"]

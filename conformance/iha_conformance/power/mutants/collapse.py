@@ -8,7 +8,8 @@ import numpy as np
 
 from iha_conformance.power.mutants.mixing import WRONG_ORDERS
 from iha_conformance.power.mutants.registry import add, mutant
-from iha_conformance.power.port import Array, Port
+from iha_conformance.power.port import Port
+from iha_conformance.power.steps import Array
 
 AXES = ("out", "source", "pseudo")
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.registry import mutant
-from iha_conformance.power.port import Array, Port, to_bits
+from iha_conformance.power.port import Port
+from iha_conformance.power.steps import Array, to_bits
 from iha_core.validation import NARROW_DTYPES
 
 WIDE = ("float64", "float32")

@@ -11,7 +11,8 @@ import numpy as np
 from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.registry import add, mutant
-from iha_conformance.power.port import Array, Port, Side
+from iha_conformance.power.port import Port, Side
+from iha_conformance.power.steps import Array
 from iha_core.validation import NARROW_DTYPES
 
 REQUIREMENT: dict[Side, str] = {"q": "MIX-1", "k": "MIX-2", "v": "MIX-3"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from iha_conformance.power.mutants.registry import mutant
-from iha_conformance.power.port import Array, Booleans, Integers, Masks, Port
+from iha_conformance.power.port import Booleans, Integers, Masks, Port
+from iha_conformance.power.steps import Array
 
 
 def rows(x: Array, *sizes: int) -> Array:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from iha_conformance.power.mutants.registry import mutant
-from iha_conformance.power.port import Array, Port
+from iha_conformance.power.port import Port
+from iha_conformance.power.steps import Array
 
 
 def scaled(output: Array, part: Any, factor: float) -> Array:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from iha_conformance.power.port import STEPS, Port, Replacement, Rounding, Trace
-from iha_conformance.protocol import DTYPES
+from iha_conformance.power.backward import BACKWARD_STEPS, BackwardPort
+from iha_conformance.power.port import STEPS, Port
+from iha_conformance.power.steps import Replacement, Rounding, Steps, Trace
+from iha_conformance.protocol import DTYPES, Operation
 from iha_core.bounds import HIGHEST
 
 F = TypeVar("F", bound=Replacement)
@@ -15,12 +17,12 @@ F = TypeVar("F", bound=Replacement)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """A known-wrong implementation: a port with one step replaced.
+    """A known-wrong implementation: a port, of the operation or of the backward pass, with one step replaced.
 
     Attributes:
         name: what it gets wrong, in a few words.
         requirements: ids of SPEC.md that it breaks.
-        step: the step that is replaced (`port.STEPS`).
+        step: the step that is replaced (`port.STEPS`, `backward.BACKWARD_STEPS`).
         function: what it is replaced by.
         dtypes: storage dtypes in which it must be caught: all, unless `because` says why not.
         because: why other dtypes cannot show it: it does not exist there, or is below the rounding of the
@@ -36,9 +38,14 @@ class Mutant:
     because: str | None = None
     shown_by: str = "output"
 
-    def port(self, rounding: Rounding, *, precision: str = HIGHEST, known: Trace | None = None) -> Port:
-        """The port that has this fault; `known` as in `Port`."""
-        return Port(
+    @property
+    def operation(self) -> Operation:
+        """What it gets wrong."""
+        return "gradient" if self.step in BACKWARD_STEPS else "attention"
+
+    def port(self, rounding: Rounding, *, precision: str = HIGHEST, known: Trace | None = None) -> Steps:
+        """The port that has this fault; `known` as in `Steps`."""
+        return PORTS[self.operation](
             rounding,
             stages=self.shown_by != "output",
             precision=precision,
@@ -46,6 +53,9 @@ class Mutant:
             known=known,
         )
 
+
+PORTS: Mapping[Operation, type[Steps]] = {"attention": Port, "gradient": BackwardPort}
+"""The port without a fault, by what it is asked for."""
 
 _MUTANTS: dict[str, Mutant] = {}
 
@@ -68,8 +78,9 @@ def add(
         raise ValueError(f"mutant {name!r}: expected a new name, found it taken")
     if not requirements:
         raise ValueError(f"mutant {name!r}: expected a requirement that it breaks, got none")
-    if step not in STEPS:
-        raise ValueError(f"mutant {name!r}: expected a step among {', '.join(STEPS)}, got {step!r}")
+    steps = (*STEPS, *BACKWARD_STEPS)
+    if step not in steps:
+        raise ValueError(f"mutant {name!r}: expected a step among {', '.join(steps)}, got {step!r}")
     if (set(dtypes) != set(DTYPES)) != (because is not None):
         raise ValueError(
             f"mutant {name!r}: expected a reason for some dtypes and none for all, got {because}"

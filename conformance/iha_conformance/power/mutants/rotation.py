@@ -11,7 +11,8 @@ import numpy as np
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.registry import add, mutant
 from iha_conformance.power.mutants.shared import other_value, wrapped
-from iha_conformance.power.port import Array, Booleans, Integers, Port, Side
+from iha_conformance.power.port import Booleans, Integers, Port, Side
+from iha_conformance.power.steps import Array
 from iha_core import AttentionConfig, reference
 
 for _name, _requirement, _field, _values in (

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from iha_conformance.power.mutants.registry import mutant
-from iha_conformance.power.port import Array, Booleans, Integers, Masks, Port
+from iha_conformance.power.port import Booleans, Integers, Masks, Port
+from iha_conformance.power.steps import Array
 
 
 @mutant("no maximum subtracted", "SOFT-1", step="softmax")

@@ -8,10 +8,11 @@ from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.logits import WIDE, narrow
 from iha_conformance.power.mutants.registry import mutant
 from iha_conformance.power.mutants.softmax import exponentials
-from iha_conformance.power.port import Array, Booleans, Port, Side
+from iha_conformance.power.port import Booleans, Port, Side
+from iha_conformance.power.steps import Array, Steps
 
 
-def added(port: Port, terms: Array) -> Array:
+def added(port: Steps, terms: Array) -> Array:
     """Sum over the last axis, rounded to 16 bits after every term."""
     total = np.zeros(terms.shape[:-1])
     for i in range(terms.shape[-1]):
