@@ -29,7 +29,8 @@ def needs_mask(k: Tensor) -> bool:
     Without one, its CPU kernel takes a row of few logits that are all NaN for one that sees nothing, and
     gives zeros ([KEY-3]).
     """
-    return k.device.type == "cpu" and k.shape[1] < FEW_KEYS
+    # What is exported serves any length, and must not be fixed to one side of a branch.
+    return k.device.type == "cpu" and (torch.compiler.is_exporting() or k.shape[1] < FEW_KEYS)
 
 
 def scaled_dot_product_attention(
