@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: conformance test self-test lint freeze vectors readme power porting clean help
+.PHONY: conformance test self-test lint freeze vectors readme power porting initialisation clean help
 
 conformance: $(STAMP)  ## run the suite on every installed framework; ARGS="--quick" and the like are passed on
 	$(BIN)/iha run $(ARGS)
@@ -45,6 +45,9 @@ power: $(STAMP)  ## run the self-test and write the tables of docs/power.md
 porting: $(STAMP)  ## write what the commands of PORTING.md and docs/diagnose.md print
 	$(BIN)/python conformance/tools/porting_page.py $(ARGS)
 	$(BIN)/python conformance/tools/porting_page.py docs/diagnose.md $(ARGS)
+
+initialisation: $(STAMP)  ## measure the initialisers and write the tables of docs/initialisation.md
+	$(BIN)/python conformance/tools/initialisation_page.py docs/initialisation.md
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
