@@ -197,7 +197,7 @@ def test_what_converts_computes_the_same_and_the_rest_is_refused(
             {"profile": "paper", "rope": "none", "initialiser": "replicated-first"},
             "are hidden from",
         ),
-        ("window_unit", {}, {"causal": "none", "window": 2, "window_unit": "virtual"}, "two-sided virtual window"),
+        ("window_unit", {}, {"causal": "none", "window": 2, "window_unit": "virtual"}, "ends within a token"),
         ("window_unit", {}, {"window": 2, "window_unit": "virtual"}, "one token more"),
         ("initialiser", {}, {"initialiser": "noisy-average"}, "does not copy heads"),
         ("initialiser", {}, {"initialiser": "copy"}, "expected one of"),
