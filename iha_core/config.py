@@ -179,4 +179,4 @@ PROFILES: Mapping[str, Profile] = {
         collapse=("global", "per_head"),
     ),
 }
-"""Profiles by name, as in "IHA 1.1, profile `paper`"."""
+"""Profiles by name, as in "profile `paper`" of a version of IHA."""

@@ -37,7 +37,8 @@ def contracted(
         x, y: the operands.
         value: the exact sum.
         arithmetic: formats.
-        scale: factor of the sum.
+        scale: factor of the sum; one that rounds costs two roundings, as in (16), and any other none: the
+            rounding of the result itself is that to `storage`.
         addend: an exact further term, broadcast to `value`; a bias.
         further: error of the sum beside that of its operands and of its own additions.
         storage: format that the sum is rounded to; None for the storage format.
