@@ -6,6 +6,7 @@ it; `bounds` derives how far a conforming implementation may be from them. Backe
 reference.
 """
 
+from iha_core.checkpoint import load_checkpoint, save_checkpoint
 from iha_core.config import PROFILES, AttentionConfig, Profile
 from iha_core.errors import (
     ArgumentTypeError,
@@ -42,5 +43,7 @@ __all__ = [
     "attention_vjp",
     "dtype_name",
     "layer",
+    "load_checkpoint",
+    "save_checkpoint",
     "validate",
 ]

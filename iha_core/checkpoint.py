@@ -6,7 +6,9 @@ Backends read and write with their framework's own functions, and hold what they
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping
 from os import PathLike
@@ -14,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError
+from iha_core.config import AttentionConfig
+from iha_core.errors import ArgumentTypeError, ArgumentValueError, ConfigError, DTypeError
 from iha_core.layer_config import MIXING, LayerConfig
-from iha_core.validation import FLOAT_DTYPES, dtype_name, parameter_dtypes
+from iha_core.validation import FLOAT_DTYPES, check_array, dtype_name, parameter_dtypes
 from iha_core.version import SPEC_VERSION
 
 _VERSION = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
@@ -41,14 +44,35 @@ def read_metadata(found: Mapping[str, str] | None) -> LayerConfig:
         expected = f"metadata with the key {METADATA_KEY!r}"
         raise ArgumentValueError("checkpoint", "", expected=expected, found=f"keys {sorted(found or {})}")
     try:
-        entry = json.loads(found[METADATA_KEY])
+        entry = json.loads(found[METADATA_KEY], object_pairs_hook=_once_each)
     except (ValueError, RecursionError):
         entry = None
     if not isinstance(entry, dict) or not {"spec_version", "config"} <= set(entry):
         expected = "a JSON object with spec_version and config"
         raise ArgumentValueError(METADATA_KEY, "metadata", expected=expected, found=found[METADATA_KEY])
     _check_version(entry["spec_version"])
+    _check_fields("config", entry["config"], LayerConfig)
+    _check_fields("attention", entry["config"]["attention"], AttentionConfig)
     return LayerConfig.from_dict(entry["config"])
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose keys occur once: of two, one would be lost."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+def _check_fields(name: str, found: object, cls: type) -> None:
+    """Refuse a configuration that lacks a field: its default may be another function ([CKPT-3])."""
+    if not isinstance(found, dict):
+        expected = "a JSON object with the fields of the configuration"
+        raise ArgumentTypeError(name, "", expected=expected, found=type(found).__name__)
+    for field in dataclasses.fields(cls):
+        if field.name not in found:
+            expected = f"a value, as a checkpoint has for every field of {name}"
+            raise ConfigError(field.name, "", expected=expected, found="none")
 
 
 def _check_version(found: object) -> None:
@@ -72,6 +96,8 @@ def check_tensors(tensors: Mapping[str, Any], config: LayerConfig) -> None:
         ShapeError: a tensor has another shape.
         DTypeError: a dtype that is no float, or that does not go with the others.
     """
+    if not isinstance(config, LayerConfig):
+        raise ArgumentTypeError("config", "", expected="a LayerConfig", found=type(config).__name__)
     config.check_parameters({name: tensor.shape for name, tensor in tensors.items()})
     storage = dtype_name(tensors["q_proj.weight"])
     if storage not in FLOAT_DTYPES:
@@ -99,7 +125,11 @@ def save_checkpoint(
     """
     from safetensors.numpy import save
 
+    if not isinstance(parameters, Mapping):
+        expected, found = "a mapping of numpy arrays by name", type(parameters).__name__
+        raise ArgumentTypeError("parameters", "", expected=expected, found=found)
     for name, tensor in parameters.items():
+        check_array(str(name), tensor)
         if not isinstance(tensor, np.ndarray):
             raise ArgumentTypeError(name, "", expected="a numpy array", found=type(tensor).__name__)
     check_tensors(parameters, config)
@@ -165,6 +195,9 @@ def opened(path: str | PathLike[str], framework: str) -> Any:
     """
     from safetensors import SafetensorError, safe_open
 
+    path = os.fsdecode(path)
+    with open(path, "rb"):  # whose errors name the file
+        pass
     try:
         return safe_open(path, framework)
     except SafetensorError as error:

@@ -6,8 +6,8 @@ Written to be read beside `reference`, whose letters it uses. A bar of the speci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,23 +63,61 @@ def attention_vjp(
 
     Source: SPEC.md chapter 9.
     """
-    masks = {"key_mask": key_mask, "segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
-    optional = masks | {
+    optional = {
+        "key_mask": key_mask,
+        "segment_ids": segment_ids,
+        "kv_segment_ids": kv_segment_ids,
         "positions": positions,
         "kv_positions": kv_positions,
         "query_offset": query_offset,
     }
-    dims = validate(q, k, v, alpha_q, alpha_k, alpha_v, collapse, config=config, **optional)
-    validate_cotangent(cotangent, q, dims)
     arrays = (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
+    call = forward(arrays, cotangent, config, optional)
+    with np.errstate(invalid="ignore", over="ignore"):
+        bars = backward(call, config, optional)
+    return {name: bars[name] for name in GRADIENTS}
+
+
+class Forward(NamedTuple):
+    """What a backward pass starts from.
+
+    Attributes:
+        tensors: the seven arrays by name, without what is not seen and does not see ([GRAD-8]).
+        stages: the forward pass.
+        visible: (B, T, S).
+        dims: sizes.
+        cotangent: (B, N, H, e).
+    """
+
+    tensors: dict[str, Array]
+    stages: dict[str, Array]
+    visible: Booleans
+    dims: Dims
+    cotangent: Array
+
+
+def forward(
+    arrays: Sequence[Any], cotangent: Any, config: AttentionConfig, optional: Mapping[str, Any]
+) -> Forward:
+    """Check all arguments and run the forward pass.
+
+    Args:
+        arrays: in the order of `GRADIENTS`.
+        cotangent, config: as of `attention_vjp`.
+        optional: the optional arguments of `attention`, all of them.
+
+    Raises:
+        IHAError: bad input.
+    """
+    dims = validate(*arrays, config=config, **optional)
+    validate_cotangent(cotangent, arrays[0], dims)
     tensors = {name: np.asarray(x, dtype=np.float64) for name, x in zip(GRADIENTS, arrays, strict=True)}
-    query_index, key_index = token_indices(dims, query_offset)
+    query_index, key_index = token_indices(dims, optional["query_offset"])
+    masks = {name: optional[name] for name in ("key_mask", "segment_ids", "kv_segment_ids")}
     visible = visibility(query_index, key_index, dims, config, **masks)
     tensors |= without_unseen(tensors, visible, dims)
-    with np.errstate(invalid="ignore", over="ignore"):
-        stages = attention_stages(**tensors, config=config, **optional)
-        bars = backward(tensors, stages, visible, dims, config, np.asarray(cotangent, np.float64), optional)
-    return {name: bars[name] for name in GRADIENTS}
+    stages = attention_stages(**tensors, config=config, **optional)
+    return Forward(tensors, stages, visible, dims, np.asarray(cotangent, dtype=np.float64))
 
 
 def without_unseen(tensors: Mapping[str, Array], visible: Booleans, dims: Dims) -> dict[str, Array]:
@@ -90,16 +128,9 @@ def without_unseen(tensors: Mapping[str, Array], visible: Booleans, dims: Dims) 
     return {name: np.where(of[:, :, None, None], tensors[name], 0.0) for name, of in kept.items()}
 
 
-def backward(
-    tensors: Mapping[str, Array],
-    stages: Mapping[str, Array],
-    visible: Booleans,
-    dims: Dims,
-    config: AttentionConfig,
-    cotangent: Array,
-    optional: Mapping[str, Any],
-) -> dict[str, Array]:
+def backward(call: Forward, config: AttentionConfig, optional: Mapping[str, Any]) -> dict[str, Array]:
     """All derivatives of the backward pass by the name of what they stand over, stages and arguments."""
+    tensors, stages, visible, dims, cotangent = call
     scale = config.resolve_scale(dims.d)
     bars: dict[str, Array] = {"output": cotangent}
     bars["collapse"] = collapse_bar(cotangent, stages["virtual_out"], tensors["collapse"])
@@ -107,11 +138,11 @@ def backward(
 
     is_softmax = config.normalisation == "softmax"
     weights = softmax(stages["logits"])[0] if is_softmax else stages["logits"]
-    bars["mixed_v"] = over_queries(weights, bars["virtual_out"], visible)  # (25)
+    bars["mixed_v"] = over_queries(weights, bars["virtual_out"], visible)  # (25), [GRAD-2]
     bars["weights"] = weights_bar(bars["virtual_out"], stages["mixed_v"])
     bars["logits"] = logits_bar(weights, bars["weights"], visible, config)
 
-    # (27)
+    # (27), [GRAD-4]
     bars["rotated_q"] = scale * weighted_sum(bars["logits"], stages["rotated_k"], visible)
     bars["rotated_k"] = scale * over_queries(bars["logits"], stages["rotated_q"], visible)
     index = token_indices(dims, optional["query_offset"])
@@ -142,7 +173,7 @@ def virtual_out_bar(cotangent: Array, collapse: Array) -> Array:
 
 
 def over_queries(weights: Array, rows: Array, visible: Booleans) -> Array:
-    """What each key receives from the queries that see it, (25) and the second line of (27).
+    """What each key receives from the queries that see it: (25), and the second line of (27) but the scale.
 
     (B, H, T, S), (B, T, H, width), (B, T, S) -> (B, S, H, width).
     """
@@ -150,7 +181,7 @@ def over_queries(weights: Array, rows: Array, visible: Booleans) -> Array:
 
 
 def weights_bar(virtual_out_bar: Array, mixed_v: Array) -> Array:
-    """The first line of (26): (B, T, H, e), (B, S, H, e) -> (B, H, T, S)."""
+    """The first line of (26), [GRAD-3]: (B, T, H, e), (B, S, H, e) -> (B, H, T, S)."""
     bar: Array = np.einsum("bthe,bshe->bhts", virtual_out_bar, mixed_v)
     return bar
 

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from iha_core.config import AttentionConfig, check_choice
-from iha_core.errors import ConfigError
+from iha_core.config import AttentionConfig, check_choice, whole_number
+from iha_core.errors import ArgumentTypeError, ConfigError
 from iha_core.layer_config import MIXING, LayerConfig
 
 Array = NDArray[np.float64]
@@ -58,6 +58,8 @@ def starts(config: LayerConfig, initialiser: Initialiser = "noisy-average") -> d
     Source: SPEC.md [INIT-1] to [INIT-5].
     """
     check_choice("initialiser", initialiser, INITIALISERS)
+    if not isinstance(config, LayerConfig):
+        raise ArgumentTypeError("config", "", expected="a LayerConfig", found=type(config).__name__)
     found = {}
     for name, shape in config.parameter_shapes().items():
         if name.endswith("_proj.weight"):  # [INIT-1]
@@ -79,7 +81,19 @@ def starts(config: LayerConfig, initialiser: Initialiser = "noisy-average") -> d
 def sample(
     config: LayerConfig, initialiser: Initialiser = "noisy-average", *, seed: int = 0
 ) -> dict[str, Array]:
-    """Parameters drawn by NumPy's generator, in float64; backends draw by their framework's own."""
+    """Parameters drawn by NumPy's generator, in float64; backends draw by their framework's own.
+
+    Args:
+        config: the layer.
+        initialiser: how the mixing tensors start.
+        seed: of NumPy's default generator.
+
+    Returns:
+        All parameters by their names in a checkpoint.
+
+    Raises:
+        ConfigError, ArgumentTypeError: as from `starts`.
+    """
     generator = np.random.default_rng(seed)
     return {
         name: start.mean + start.deviation * generator.standard_normal(start.mean.shape)
@@ -95,7 +109,7 @@ def one_hot_mixing(config: LayerConfig) -> dict[str, Array]:
     """
     H, G, P = config.num_heads, config.num_kv_heads, config.num_pseudo_heads
     if H % G:
-        expected = f"a divisor of num_heads={H}, to copy key and value heads"
+        expected = f"a divisor of num_heads={H}, to copy heads (initialiser 'random' copies none)"
         raise ConfigError("num_kv_heads", "", expected=expected, found=str(G))
     own = np.repeat(np.eye(H)[:, :, None], P, axis=2)  # (H, H, P)
     grouped = np.repeat(np.repeat(np.eye(G), H // G, axis=1)[:, :, None], P, axis=2)  # (G, H, P)
@@ -165,6 +179,10 @@ def difference_from_mha(
     Source: SPEC.md [INIT-6]; erratum 2.
     """
     check_choice("initialiser", initialiser, INITIALISERS)
+    if not isinstance(attention, AttentionConfig):
+        found = type(attention).__name__
+        raise ArgumentTypeError("attention", "", expected="an AttentionConfig", found=found)
+    whole_number("num_pseudo_heads", num_pseudo_heads, "a whole number >= 1")
     copies = initialiser.startswith("replicated")
     if num_pseudo_heads == 1 and (copies or initialiser == "zero-pseudo-keys"):
         return None

@@ -19,7 +19,8 @@ from iha_core.config import (
     positive_real,
     whole_number,
 )
-from iha_core.errors import ArgumentTypeError, ArgumentValueError, ConfigError, ShapeError
+from iha_core.errors import ArgumentTypeError, ArgumentValueError, ConfigError, DTypeError, ShapeError
+from iha_core.validation import dtype_name
 
 LayerKind = Literal["iha", "mha"]
 
@@ -41,7 +42,7 @@ class LayerConfig:
         value_width: e, width of a value head; None means d.
         bias: whether the four projections have one.
         qk_norm: whether queries and keys are normalised per head before they are mixed ([LAY-4]).
-        qk_norm_epsilon: number that is added to their mean square, finite and > 0.
+        qk_norm_epsilon: number that is added to their mean square, from 2**-126 to 2**127.
         collapse: "global" (H, H, P) or "per_head" (H, P).
         attention: configuration of the operation.
 
@@ -73,7 +74,11 @@ class LayerConfig:
         if not isinstance(self.attention, AttentionConfig):
             found = describe(self.attention)
             raise ArgumentTypeError("attention", "", expected="an AttentionConfig", found=found)
-        self._set("qk_norm_epsilon", positive_real("qk_norm_epsilon", self.qk_norm_epsilon))
+        epsilon = positive_real("qk_norm_epsilon", self.qk_norm_epsilon)
+        if not 2.0**-126 <= epsilon <= 2.0**127:  # float32 has to hold it
+            expected = "a number from 2**-126 to 2**127"
+            raise ConfigError("qk_norm_epsilon", "", expected=expected, found=repr(epsilon))
+        self._set("qk_norm_epsilon", epsilon)
         self._fill_size("model_width", None)
         self._fill_size("num_heads", None)
         if self.head_width is None and self.model_width % self.num_heads:
@@ -150,6 +155,24 @@ class LayerConfig:
             shapes |= {"alpha_q": (H, H, P), "alpha_k": (G, H, P), "alpha_v": (G, H, P)}
             shapes["collapse"] = (H, H, P) if self.collapse == "global" else (H, P)
         return shapes
+
+    def check_input(self, x: Any, storage: str | None = None) -> None:
+        """Hold a layer's input to the configuration; reads nothing but `.shape` and `.dtype`.
+
+        Args:
+            x: an array of any framework.
+            storage: dtype of the projections, which x has to have; None where any does.
+
+        Raises:
+            ShapeError: it is not (B, N, D).
+            DTypeError: it has another dtype.
+        """
+        shape = tuple(x.shape)
+        if len(shape) != 3 or shape[-1] != self.model_width:
+            raise ShapeError("x", "shape", expected=f"(B, N, D={self.model_width})", found=str(shape))
+        if storage is not None and dtype_name(x) != storage:
+            expected = f"{storage}, the dtype of `q_proj.weight`"
+            raise DTypeError("x", "dtype", expected=expected, found=dtype_name(x))
 
     def check_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Hold parameters to the configuration by their names and shapes ([CKPT-1], [CKPT-4]).

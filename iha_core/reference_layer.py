@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from iha_core.errors import ArgumentTypeError, ShapeError
+from iha_core.checkpoint import check_tensors
+from iha_core.errors import ArgumentTypeError, DTypeError
 from iha_core.initialisers import fixed_mixing
 from iha_core.layer_config import MIXING, LayerConfig
 from iha_core.reference import Array, attention
+from iha_core.validation import FLOAT_DTYPES, check_array, dtype_name
 
 
 def layer(
@@ -40,13 +42,18 @@ def layer(
 
     Source: SPEC.md [LAY-2] to [LAY-6].
     """
-    if not isinstance(config, LayerConfig):
-        raise ArgumentTypeError("config", "", expected="a LayerConfig", found=type(config).__name__)
-    wide = {name: np.asarray(x, dtype=np.float64) for name, x in parameters.items()}
-    config.check_parameters({name: x.shape for name, x in wide.items()})
+    if not isinstance(parameters, Mapping):
+        expected, found = "a mapping of arrays by name", type(parameters).__name__
+        raise ArgumentTypeError("parameters", "", expected=expected, found=found)
+    for name, array in [*parameters.items(), ("x", x)]:
+        check_array(str(name), array)
+    check_tensors(parameters, config)
+    config.check_input(x)
+    if dtype_name(x) not in FLOAT_DTYPES:
+        expected = "one of " + ", ".join(FLOAT_DTYPES)
+        raise DTypeError("x", "dtype", expected=expected, found=dtype_name(x))
+    wide = {name: np.asarray(tensor, dtype=np.float64) for name, tensor in parameters.items()}
     x = np.asarray(x, dtype=np.float64)
-    if x.ndim != 3 or x.shape[-1] != config.model_width:
-        raise ShapeError("x", "shape", expected=f"(B, N, D={config.model_width})", found=str(x.shape))
     q, k, v = heads(wide, x, config)
     mixing = wide if config.kind == "iha" else fixed_mixing(config)  # [LAY-6]
     output = attention(
@@ -58,12 +65,14 @@ def layer(
         key_mask=key_mask,
         segment_ids=segment_ids,
         positions=positions,
-    )  # (B, N, H, e)
-    return project(output.reshape(*x.shape[:2], -1), wide, "o_proj")  # [LAY-3]
+        query_offset=0,
+    )  # (B, N, H, e): [LAY-5]
+    B, N, H, e = output.shape
+    return project(output.reshape(B, N, H * e), wide, "o_proj")  # [LAY-3]
 
 
 def heads(parameters: Mapping[str, Array], x: Array, config: LayerConfig) -> tuple[Array, Array, Array]:
-    """Queries (B, N, H, d), keys (B, N, G, d) and values (B, N, G, e) of the operation ([LAY-2], [LAY-4])."""
+    """Queries (B, N, H, d), keys (B, N, G, d), values (B, N, G, e): (32), (34), [LAY-2], [LAY-4]."""
     B, N, _ = x.shape
     q = project(x, parameters, "q_proj").reshape(B, N, config.num_heads, config.head_width)
     k = project(x, parameters, "k_proj").reshape(B, N, config.num_kv_heads, config.head_width)
@@ -75,13 +84,13 @@ def heads(parameters: Mapping[str, Array], x: Array, config: LayerConfig) -> tup
 
 
 def project(x: Array, parameters: Mapping[str, Array], name: str) -> Array:
-    """x Wᵀ + b ([LAY-2]): (B, N, in), weight (out, in) -> (B, N, out)."""
+    """x Wᵀ + b, (32) and (33), [LAY-2], [LAY-3]: (B, N, in), weight (out, in) -> (B, N, out)."""
     product: Array = np.einsum("bni,oi->bno", x, parameters[f"{name}.weight"])
     return product + parameters.get(f"{name}.bias", 0.0)
 
 
 def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """Each head divided by its root mean square ([LAY-4]): (B, N, heads, d), weight (d,) -> alike."""
+    """Each head divided by its root mean square, (34), [LAY-4]: (B, N, heads, d), weight (d,) -> alike."""
     mean_square = np.mean(x**2, axis=-1, keepdims=True)
     normalised: Array = x / np.sqrt(mean_square + epsilon) * weight
     return normalised

@@ -209,13 +209,22 @@ def _shape(array: Any) -> tuple[int, ...]:
     return tuple(array.shape)
 
 
-def _rank(argument: str, array: Any) -> int:
+def check_array(argument: str, array: Any) -> None:
+    """Refuse what is no plain array, of whatever framework.
+
+    Raises:
+        ArgumentTypeError: it is something else, or an array with rules of its own.
+    """
     is_array = hasattr(array, "dtype") and hasattr(getattr(array, "shape", None), "__len__")
     if not is_array or isinstance(array, type):
         raise ArgumentTypeError(argument, "", expected="an array", found=type(array).__name__)
     if isinstance(array, (np.matrix, MaskedArray)):
         # Their own rules of shape and arithmetic would change the result, or lose the mask.
         raise ArgumentTypeError(argument, "", expected="a plain array", found=type(array).__name__)
+
+
+def _rank(argument: str, array: Any) -> int:
+    check_array(argument, array)
     return len(array.shape)
 
 

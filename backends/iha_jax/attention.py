@@ -19,7 +19,7 @@ from iha_core.errors import ArgumentTypeError
 from iha_core.validation import validate
 from iha_jax.kernels import choose_kernel, composed, dot_product_attention, zero_empty_rows
 from iha_jax.masking import token_indices, visibility
-from iha_jax.mixing import collapse_heads, mix
+from iha_jax.mixing import collapse_heads, mix, precision_word
 from iha_jax.rope import rotate, rotation
 
 
@@ -189,6 +189,7 @@ def _forward(
     dims = validate(**floats, config=config, **options)
     offset = resolve_offset(query_offset, dims)
     _check_arrays(floats | options | {"query_offset": offset})
+    precision = precision_word(precision)
 
     def keep(name: str, stage: Array) -> Array:
         if stages is not None:

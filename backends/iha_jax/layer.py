@@ -19,12 +19,12 @@ from jax.typing import DTypeLike
 
 from iha_core.checkpoint import check_tensors
 from iha_core.config import describe
-from iha_core.errors import ArgumentTypeError, DTypeError, ShapeError
+from iha_core.errors import ArgumentTypeError, DTypeError
 from iha_core.initialisers import Initialiser, fixed_mixing, starts
 from iha_core.layer_config import MIXING, LayerConfig
 from iha_core.validation import FLOAT_DTYPES, dtype_name, parameter_dtypes
 from iha_jax.attention import attention
-from iha_jax.mixing import compute_dtype
+from iha_jax.mixing import compute_dtype, precision_word
 
 Params = dict[str, Array]
 """Parameters of a layer by their names in a checkpoint ([CKPT-1])."""
@@ -104,6 +104,7 @@ def apply(
     """
     check_params(params, config)
     _check_input(x, params, config)
+    precision = precision_word(precision)
     q, k, v = _heads(params, x, config, precision)
     mixing = params
     if config.kind == "mha":  # [LAY-6]
@@ -206,12 +207,7 @@ def _check_array(argument: str, value: object) -> None:
 
 def _check_input(x: Array, params: Mapping[str, Array], config: LayerConfig) -> None:
     _check_array("x", x)
-    if x.ndim != 3 or x.shape[-1] != config.model_width:
-        raise ShapeError("x", "shape", expected=f"(B, N, D={config.model_width})", found=str(x.shape))
-    storage = dtype_name(params["q_proj.weight"])
-    if dtype_name(x) != storage:
-        expected = f"{storage}, the dtype of `q_proj.weight`"
-        raise DTypeError("x", "dtype", expected=expected, found=dtype_name(x))
+    config.check_input(x, dtype_name(params["q_proj.weight"]))
 
 
 def _check_key(key: Array) -> None:
@@ -299,6 +295,5 @@ def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     compute = compute_dtype(x)
     wide = x.astype(compute)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # (B, N, heads, 1)
-    # Where the number is below float32 the least that it holds does as well: heads of zeros stay zero.
-    root = jnp.sqrt(mean_square + max(epsilon, float(np.finfo(compute).tiny)))
+    root = jnp.sqrt(mean_square + epsilon)
     return (wide / root * weight.astype(compute)[None, None, None]).astype(x.dtype)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.lax import PrecisionLike
+
+from iha_core.config import describe
+from iha_core.errors import ArgumentValueError
 
 
 def mix(x: Array, alpha: Array, precision: PrecisionLike) -> Array:
@@ -35,6 +38,25 @@ def collapse_heads(virtual_out: Array, collapse: Array, precision: PrecisionLike
 def compute_dtype(x: Array) -> Any:
     """What sums are formed in ([NUM-1]); asked without promotion, which users may have forbidden."""
     return jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+
+
+def precision_word(precision: PrecisionLike) -> str | None:
+    """JAX's own word for a precision of products, which all of its functions take.
+
+    Raises:
+        ArgumentValueError: it is none, or a pair, one for each operand.
+    """
+    if precision is None:
+        return None
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return precision.name
+    try:
+        return lax.Precision(precision).name.lower()
+    except (TypeError, ValueError):
+        if isinstance(precision, str) and precision in lax.DotAlgorithmPreset.__members__:
+            return precision
+    expected = "None, or a word of JAX for one precision, such as 'highest', 'high' or 'default'"
+    raise ArgumentValueError("precision", "", expected=expected, found=describe(precision))
 
 
 def _einsum(subscripts: str, x: Array, parameter: Array, precision: PrecisionLike) -> Array:

@@ -11,10 +11,10 @@ from mlx.utils import tree_flatten
 
 from iha_core.checkpoint import check_tensors
 from iha_core.config import describe
-from iha_core.errors import ArgumentTypeError, DTypeError, ShapeError
+from iha_core.errors import ArgumentTypeError, DTypeError
 from iha_core.initialisers import Initialiser, Start, fixed_mixing, starts
 from iha_core.layer_config import MIXING, LayerConfig
-from iha_core.validation import dtype_name
+from iha_core.validation import FLOAT_DTYPES, dtype_name
 from iha_mlx.attention import attention
 from iha_mlx.mixing import compute_dtype
 
@@ -42,9 +42,8 @@ class HeadNorm(Module):
         """x (..., d), weight (d,) -> alike, in x's dtype."""
         compute = compute_dtype(x)
         wide = x.astype(compute)
-        # Below float32 its smallest number does as well: heads of zeros stay zeros. As an array, since
-        # MLX 0.32.0 rounds to float32 a number that meets an array of float64.
-        epsilon = mx.array(max(self.epsilon, mx.finfo(compute).smallest_normal), dtype=compute)
+        # As an array, since MLX 0.32.0 rounds to float32 a number that meets an array of float64.
+        epsilon = mx.array(self.epsilon, dtype=compute)
         root = mx.sqrt(wide.square().mean(axis=-1, keepdims=True) + epsilon)
         return (wide / root * self.weight.astype(compute)).astype(x.dtype)
 
@@ -157,16 +156,13 @@ class InterleavedHeadAttention(Module):
         """
         if not isinstance(x, mx.array):
             raise ArgumentTypeError("x", "", expected="an mlx.core.array", found=type(x).__name__)
-        if x.ndim != 3 or x.shape[-1] != self.config.model_width:
-            expected = f"(B, N, D={self.config.model_width})"
-            raise ShapeError("x", "shape", expected=expected, found=str(x.shape))
+        self.config.check_input(x)
         if any(type(self[name]) is not Linear for name in PROJECTIONS):
+            if dtype_name(x) not in FLOAT_DTYPES:
+                raise DTypeError("x", "dtype", expected="a float dtype", found=dtype_name(x))
             return
         check_tensors(named_parameters(self), self.config)
-        storage = self.q_proj.weight.dtype
-        if x.dtype != storage:
-            expected = f"{dtype_name(self.q_proj.weight)}, the dtype of `q_proj.weight`"
-            raise DTypeError("x", "dtype", expected=expected, found=dtype_name(x))
+        self.config.check_input(x, dtype_name(self.q_proj.weight))
 
 
 def named_parameters(layer: Module) -> dict[str, mx.array]:

@@ -166,7 +166,8 @@ def iha(context: click.Context) -> None:
     metavar="MODULE:CALLABLE",
     help="A function fn(inputs, config) on NumPy arrays; the working directory is on its import path. It"
     " returns the output, or a dict of stages with 'output' among them, and refuses by raising"
-    " NotImplementedError. fn.capabilities = {'invalid'} asks for the cases of bad input, too. Repeatable.",
+    " NotImplementedError. fn.capabilities, a set of names, asks for more: 'invalid' for cases of bad input,"
+    " 'gradient' for those of gradients, by fn.vjp(inputs, config, cotangent). Repeatable.",
 )
 @click.option(
     "--exec",

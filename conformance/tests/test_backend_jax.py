@@ -229,6 +229,17 @@ def test_products_are_of_the_precision_that_is_asked_for() -> None:
     with jax.default_matmul_precision("bfloat16"):
         assert precisions() == {"HIGHEST"}
         assert precisions(precision=None) == {"DEFAULT"}
+    for same in (jax.lax.Precision.HIGH, "high", "bfloat16_3x"):
+        assert precisions(precision=same) == {"HIGH"}
+    assert precisions(precision=jax.lax.Precision.DEFAULT) == {"DEFAULT"}
+
+
+@pytest.mark.requirement("ERR-1")
+@pytest.mark.parametrize("precision", ["x", 3, ("highest", "default"), object()])
+def test_what_is_no_precision_is_refused_by_name(precision: Any) -> None:
+    with pytest.raises(IHAError, match=r"^`precision`: expected None, or a word of JAX") as error:
+        iha_jax.attention(**arrays(plain_call(N=5, M=5)), precision=precision)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,6 +18,7 @@ import pytest
 from layers import CONFIGS, assert_within_limits, example
 
 import iha_core
+from iha_conformance.corpus.streams import cast
 from iha_core import IHAError, LayerConfig
 from iha_core.checkpoint import load_checkpoint, metadata, read_metadata, save_checkpoint
 from iha_core.layer_config import MIXING
@@ -63,7 +64,8 @@ class Numpy:
         return layer[1]  # type: ignore[no-any-return]
 
     def run(self, layer: Any, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return iha_core.layer(layer[1], x, config=layer[0])
+        output = iha_core.layer(layer[1], x, config=layer[0])
+        return cast(output, layer[1]["q_proj.weight"].dtype.name)
 
 
 class Torch:
@@ -87,7 +89,7 @@ class Torch:
         wide = self.torch.from_numpy(x.astype(np.float64))
         with self.torch.no_grad():
             output = layer(wide.to(layer.q_proj.weight.dtype))
-        return output.double().numpy()  # type: ignore[no-any-return]
+        return self._numpy(output)
 
     def _numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
         tensor = tensor.detach()
@@ -120,7 +122,7 @@ class Jax:
         config, params = layer
         with self.jax.enable_x64(True):
             output = self.layer.apply(params, self.jax.numpy.asarray(x), config=config)
-        return np.asarray(output).astype(np.float64)
+        return np.asarray(output)
 
 
 class Mlx:
@@ -147,7 +149,7 @@ class Mlx:
         with self.mx.stream(self.mx.cpu):
             wide = self.mx.array(x.astype(np.float64), dtype=self.mx.float64)
             output = layer(wide.astype(layer.q_proj.weight.dtype))
-            return np.array(output.astype(self.mx.float64))
+            return self._numpy(output)
 
     def _numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
         if tensor.dtype == self.mx.bfloat16:
@@ -451,7 +453,10 @@ REFUSED_METADATA: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "epsilon is NaN": (field(math.nan, "config", "qk_norm_epsilon"), "qk_norm_epsilon"),
     "epsilon is infinite": (field(math.inf, "config", "qk_norm_epsilon"), "qk_norm_epsilon"),
     "bias is a number": (field(1, "config", "bias"), "bias"),
-    "attention is null": (field(None, "config", "attention"), "config"),
+    "attention is null": (field(None, "config", "attention"), "attention"),
+    "no rope": (field(..., "config", "attention", "rope"), "rope"),
+    "no value_width": (field(..., "config", "value_width"), "value_width"),
+    "no attention": (field(..., "config", "attention"), "attention"),
     "an unknown field of attention": (field(1, "config", "attention", "softcap"), "softcap"),
     "a window of 0": (field(0, "config", "attention", "window"), "window"),
     "an unknown rotation": (field("yarn", "config", "attention", "rope"), "rope"),
@@ -482,12 +487,10 @@ def test_versions_up_to_its_own_are_read(minor: int, backend: str, tmp_path: Pat
 @pytest.mark.requirement("CKPT-3")
 @each_backend
 def test_further_metadata_is_passed_over(backend: str, tmp_path: Path) -> None:
-    """Other keys beside `iha`, other entries of its object, and a configuration without its defaults."""
+    """Other keys beside `iha`, and other entries of its object."""
     tensors = written(tmp_path / "a", "paper")
     in_header(lambda header: header["__metadata__"].update(format="pt", note="ä\n∑"))(tmp_path / "a")
     field({"step": 7}, "training")(tmp_path / "a")
-    for name in ("kind", "value_width", "attention"):
-        field(..., "config", name)(tmp_path / "a")
     port = BACKENDS[backend]()
     layer = port.load(tmp_path / "a")
     assert port.config(layer) == CONFIGS["paper"]
@@ -585,9 +588,49 @@ def test_nothing_is_written_that_is_refused(fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [[1.0], 1.0, None, memoryview(b"1234")])
 def test_only_arrays_are_written(value: Any, tmp_path: Path) -> None:
     tensors, _ = example(CONFIGS["paper"], "float32")
-    with pytest.raises(IHAError, match=r"^`collapse`: expected a numpy array, got \w+$"):
+    with pytest.raises(IHAError, match=r"^`collapse`: expected an array, got \w+$"):
         save_checkpoint(tmp_path / "a", {**tensors, "collapse": value}, CONFIGS["paper"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.requirement("ERR-1")
+@pytest.mark.parametrize(
+    ("parameters", "config", "argument"),
+    [
+        (None, CONFIGS["paper"], "parameters"),
+        ([], CONFIGS["paper"], "parameters"),
+        ({}, CONFIGS["paper"].to_dict(), "config"),
+        ({"q_proj.weight": np.ma.zeros((12, 12))}, CONFIGS["paper"], "q_proj.weight"),
+    ],
+)
+def test_what_is_no_layer_is_not_written(parameters: Any, config: Any, argument: str, tmp_path: Path) -> None:
+    with pytest.raises(IHAError) as error:
+        save_checkpoint(tmp_path / "a", parameters, config)
+    assert error.value.argument == argument
+    assert not list(tmp_path.iterdir())
+
+
+@each_backend
+@pytest.mark.parametrize("text", ['"num_heads": 3', '"spec_version": "1.2"'])
+def test_a_key_that_occurs_twice_is_refused(text: str, backend: str, tmp_path: Path) -> None:
+    """Of two, a reader would take one, and it may be the wrong one."""
+    written(tmp_path / "a", "paper")
+
+    def repeat(header: dict[str, Any]) -> None:
+        entry = header["__metadata__"]["iha"]
+        assert text in entry
+        header["__metadata__"]["iha"] = entry.replace(text, f"{text}, {text}")
+
+    in_header(repeat)(tmp_path / "a")
+    with pytest.raises(IHAError, match=r"^`iha` metadata: expected a JSON object"):
+        BACKENDS[backend]().load(tmp_path / "a")
+
+
+@each_backend
+def test_errors_of_files_name_them(backend: str, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(OSError, match=path.name):
+            BACKENDS[backend]().load(path)
 
 
 @each_backend

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layers import assert_within_limits
-from test_layer_torch import array, tensor
+from layers import SAME_FUNCTION, assert_same, assert_within_limits
+from test_layer_torch import array, native, tensor
 
 import iha_core
 from iha_core import AttentionConfig, ConfigError, IHAError, LayerConfig
@@ -38,7 +38,7 @@ def parameters_of(layer: Any) -> dict[str, Any]:
 
 def close(found: Any, wanted: Any) -> None:
     """Equal up to the roundoff of float64, relative to the largest number."""
-    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    assert_same(found.detach(), wanted.detach(), SAME_FUNCTION)
 
 
 # torch.nn.MultiheadAttention
@@ -110,10 +110,10 @@ def test_torch_modules_and_their_layers_are_within_the_limits(
         ),
     )
     plain = {name: x for name, x in parameters_of(layer).items() if name not in MIXING}
-    assert_within_limits(array(expected), plain, array(x), config=mha, storage=storage)
+    assert_within_limits(native(expected), plain, array(x), config=mha, storage=storage)
     output = layer(x)
     assert output.dtype == dtype
-    assert_within_limits(array(output), parameters_of(layer), array(x), config=layer.config, storage=storage)
+    assert_within_limits(native(output), parameters_of(layer), array(x), config=layer.config, storage=storage)
     close(
         torch.from_numpy(iha_core.layer(parameters_of(layer), array(x), config=layer.config)),
         torch.from_numpy(iha_core.layer(plain, array(x), config=mha)),
@@ -410,10 +410,10 @@ def test_attention_of_decoders_is_within_the_limits(
         if family == "Qwen2":
             plain["o_proj.bias"] = np.zeros(D)
         expected, _ = source(**call)
-        assert_within_limits(array(expected), plain, x, config=mha, storage=storage)
+        assert_within_limits(native(expected), plain, x, config=mha, storage=storage)
         layer = from_mha(source, num_pseudo_heads=4, **options)
         output = layer(call["hidden_states"])
-        assert_within_limits(array(output), parameters_of(layer), x, config=layer.config, storage=storage)
+        assert_within_limits(native(output), parameters_of(layer), x, config=layer.config, storage=storage)
         exact = iha_core.layer(parameters_of(layer), x, config=layer.config)
         close(torch.from_numpy(exact), torch.from_numpy(iha_core.layer(plain, x, config=mha)))
 
@@ -566,12 +566,12 @@ def test_converted_models_are_trained(library: Any, family: str, initialiser: An
 
 def test_models_compile_after_conversion(library: Any) -> None:
     torch.compiler.reset()
-    model = replace_attention(model_of(library, "Llama", torch.float32), num_pseudo_heads=2)
+    model = replace_attention(model_of(library, "Llama", torch.float64), num_pseudo_heads=2)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[0, :2] = 0
     for given in ({}, {"attention_mask": mask}):
-        torch.testing.assert_close(compiled(tokens(), **given).logits, model(tokens(), **given).logits)
+        close(compiled(tokens(), **given).logits, model(tokens(), **given).logits)
 
 
 def attention_of(library: Any, family: str, **options: Any) -> Any:

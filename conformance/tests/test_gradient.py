@@ -29,13 +29,10 @@ from iha_core import (
     IHAError,
     ShapeError,
     attention,
-    attention_stages,
     attention_vjp,
 )
 from iha_core.config import Causal, Rope
-from iha_core.gradient import backward, without_unseen
-from iha_core.reference import token_indices, visibility
-from iha_core.validation import validate
+from iha_core.gradient import backward, forward
 
 Array = npt.NDArray[Any]
 Gradients = Mapping[str, Array]
@@ -650,19 +647,15 @@ def test_the_gradients_of_a_row_of_logits_add_up_to_nothing() -> None:
     """Under softmax; and hidden ones are 0 in any case ([GRAD-8])."""
     checked = 0
     for case in identity_cases():
-        dims = validate(**case.arguments())
-        masks = {name: case.indices.get(name) for name in ("key_mask", "segment_ids", "kv_segment_ids")}
-        index = token_indices(dims, case.indices.get("query_offset"))
-        visible = visibility(*index, dims, case.config, **masks)
-        tensors = case.tensors | without_unseen(case.tensors, visible, dims)
-        names = ("positions", "kv_positions", "query_offset")
-        optional = masks | {name: case.indices.get(name) for name in names}
-        stages = attention_stages(**tensors, config=case.config, **optional)
-        bars = backward(tensors, stages, visible, dims, case.config, cotangent_of(case), optional)
+        names = ("key_mask", "segment_ids", "kv_segment_ids", "positions", "kv_positions", "query_offset")
+        optional = {name: case.indices.get(name) for name in names}
+        arrays = [case.tensors[name] for name in GRADIENTS]
+        call = forward(arrays, cotangent_of(case), case.config, optional)
+        bars = backward(call, case.config, optional)
         rows, size = bars["logits"].sum(axis=-1), np.abs(bars["logits"]).sum(axis=-1)
         if case.config.normalisation == "softmax":
             assert np.all(np.abs(rows) <= 1e-13 * (size + np.max(size, initial=0.0)))
-        assert not np.any(bars["logits"][~np.broadcast_to(visible[:, None], bars["logits"].shape)])
+        assert not np.any(bars["logits"][~np.broadcast_to(call.visible[:, None], bars["logits"].shape)])
         checked += bool(np.any(bars["logits"]))
     assert checked > 20
 

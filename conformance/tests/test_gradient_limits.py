@@ -145,7 +145,8 @@ class Pushed(BackwardPort):
         for before in self._stored:
             if before.shape == x.shape:
                 again |= before == x
-        self._stored.append(self.rounded(x, f"{self._where} store", self.dtype, again))
+        name = f"{self._where} store {len(self._stored)}"
+        self._stored.append(self.rounded(x, name, self.dtype, again))
         return self._stored[-1]
 
     def rounded(self, x: Array, name: str, dtype: str, again: Array | bool = False) -> Array:
@@ -217,9 +218,9 @@ class Pushed(BackwardPort):
         """The scale on one operand, which is stored once more, or on the product."""
         rounds = not _root_is_power_of_two(scale)
         if rounds and self.scaled:
-            logits_bar = logits_bar * (1 + self.off(f"{side} scaled", np.full(logits_bar.shape, self.A)))
+            logits_bar, scale = scale * logits_bar, 1.0  # which is what is stored
         elif rounds:
-            bound = np.where(other == 0, 0.0, self.u * np.abs(other) + self.eta)
+            bound = np.where(other == 0, 0.0, self.u * np.abs(other) + self.eta / min(1.0, scale))
             other = other + self.off(f"{side} operand", bound)
         value: Array = bar(logits_bar, other, scale)
         self._magnitude[side] = scale * self._magnitude[self._where]
@@ -448,7 +449,7 @@ def test_the_bound_of_the_logits_is_that_of_the_specification(
             ε_D = np.sum(a * np.abs(c) * g) / least + np.sum(ε_w * terms) + np.sum((a + ε_ρ) * ε_ā)
             ε_D += np.sum((np.abs(ō) + ε_ō) * st_o) + (2 * n + e) * A * np.sum(a * terms)
             expected = ε_ρ * np.abs(c) + (a + ε_ρ) * (ε_ā + ε_D)
-            expected += 2 * A * a * (np.abs(ā) + abs(D)) + u * np.abs(a * c) + eta
+            expected += 2 * A * a * (np.abs(ā) + abs(D)) + u * np.abs(a * c) + eta / min(1.0, chain.scale)
             np.testing.assert_allclose(parts["logits"].error[at], expected, rtol=1e-9)
             rows += 1
     assert rows > 200

@@ -20,6 +20,7 @@ from test_power import requirements
 from iha_conformance import cli
 from iha_conformance.corpus import build_inputs, load_cases
 from iha_conformance.judge import Expectation, expect, judge
+from iha_conformance.judge.verdict import GRADIENT_OF
 from iha_conformance.power.backward import BACKWARD_STEPS, BackwardPort
 from iha_conformance.power.backward_honest import BACKWARD_HONEST
 from iha_conformance.power.measure import Problem, corpus, mutant_ratio, ratio
@@ -176,7 +177,9 @@ def test_a_wrong_gradient_is_named_with_its_worst_element(name: str) -> None:
     assert found.reason is not None
     assert found.reason.startswith(f"`gradient of {name}`[{where}]: expected ")
     assert "is 5 x its limit" in found.reason
-    assert found.reason.endswith(f"(1 of {exact.stages[name].size} elements are wrong)")
+    right = ", ".join(other for other in GRADIENTS if other != name)
+    which = f"[{GRADIENT_OF[name]}]; wrong: {name}; right: {right}"
+    assert found.reason.endswith(f"(1 of {exact.stages[name].size} elements are wrong) {which}")
 
 
 def test_a_per_head_collapse_is_named_by_its_two_axes() -> None:
@@ -212,7 +215,7 @@ def test_the_first_wrong_one_is_named_and_the_worst_is_too() -> None:
     found = verdict_of(Target(change))
     assert found.stage == "gradient of k"
     assert found.reason is not None
-    assert found.reason.endswith("is that of `gradient of alpha_v`")
+    assert "is that of `gradient of alpha_v` [GRAD-6]; wrong: k, alpha_v; right: " in found.reason
 
 
 def without(name: str) -> Callable[[dict[str, Array]], Any]:
@@ -257,7 +260,7 @@ def test_another_shape_or_a_narrower_dtype_fails(
 ) -> None:
     found = verdict_of(Target(lambda gradients: gradients | {name: change(gradients[name])}))
     assert (found.status, found.stage) == ("failed", f"gradient of {name}")
-    assert found.reason == f"`gradient of {name}` {part}"
+    assert found.reason.startswith(f"`gradient of {name}` {part} [GRAD-")
 
 
 @pytest.mark.requirement("GRAD-9")
@@ -274,7 +277,9 @@ def test_gradients_of_float32_parameters_have_to_be_float32(dtype: str) -> None:
     for name in PARAMETERS:
         found = verdict_of(Target(narrow(name)), case_id, dtype)
         assert (found.status, found.stage) == ("failed", f"gradient of {name}")
-        assert found.reason == f"`gradient of {name}` dtype: expected float32 or wider, got {dtype}"
+        assert found.reason.startswith(
+            f"`gradient of {name}` dtype: expected float32 or wider, got {dtype} [GRAD-"
+        )
 
 
 @pytest.mark.parametrize(

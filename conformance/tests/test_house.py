@@ -137,6 +137,17 @@ def test_the_text_of_every_version_stays() -> None:
     )
 
 
+def test_every_requirement_of_gradients_and_layers_is_cited_by_the_reference() -> None:
+    """A reader finds each rule in iha_core."""
+    text = (ROOT / "spec" / "SPEC.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "iha_core").rglob("*.py"))
+    cited = set()
+    for family, first, last in re.findall(r"\[([A-Z]+)-(\d+)\](?: to \[\1-(\d+)\])?", sources):
+        cited |= {f"{family}-{i}" for i in range(int(first), int(last or first) + 1)}
+    ids = re.findall(r"^- \[((?:GRAD|LAY|CKPT|INIT)-\d+|NUM-9|NUM-10)\]", text, re.MULTILINE)
+    assert not set(ids) - cited
+
+
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")

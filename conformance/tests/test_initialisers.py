@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layers import CONFIGS, SAME_FUNCTION, assert_same, assert_within_limits, sharp_example
 
 import iha_core
+from iha_conformance.corpus.streams import cast
 from iha_core import AttentionConfig, ConfigError, IHAError, LayerConfig
+from iha_core.bounds import derive_layer_limits
 from iha_core.initialisers import (
     INITIALISERS,
     difference_from_mha,
@@ -221,8 +224,8 @@ def test_heads_are_copied_only_from_a_head_of_their_own(G: int) -> None:
         if initialiser in COPYING:
             with pytest.raises(ConfigError) as caught:
                 starts(config, initialiser)
-            expected = "`num_kv_heads`: expected a divisor of num_heads=3, to copy key and value heads, got"
-            assert str(caught.value) == f"{expected} {G}"
+            expected = "`num_kv_heads`: expected a divisor of num_heads=3, to copy heads"
+            assert str(caught.value) == f"{expected} (initialiser 'random' copies none), got {G}"
         else:
             assert starts(config, initialiser)["alpha_k"].mean.shape == (G, 3, 3)
 
@@ -234,7 +237,10 @@ N = 7
 
 
 def distance(attention: AttentionConfig, initialiser: Any, P: int, G: int, collapse: Any) -> float:
-    """Largest difference of the start of a layer from the layer of plain heads with the same projections."""
+    """Largest difference of the start of a layer from the layer of plain heads with the same projections.
+
+    As a part of the largest element.
+    """
     sizes: dict[str, Any] = {
         "model_width": 8,
         "num_heads": 4,
@@ -252,7 +258,9 @@ def distance(attention: AttentionConfig, initialiser: Any, P: int, G: int, colla
     expected = iha_core.layer(
         {name: t for name, t in parameters.items() if name not in MIXING}, x, config=plain
     )
-    return float(np.abs(iha_core.layer(parameters, x, config=config) - expected).max())
+    return float(
+        np.abs(iha_core.layer(parameters, x, config=config) - expected).max() / np.abs(expected).max()
+    )
 
 
 def coincides(attention: AttentionConfig, initialiser: Any, P: int) -> bool:
@@ -284,7 +292,7 @@ def test_what_is_multi_head_attention_and_what_is_not(
         for G, collapse in ((4, "global"), (2, "per_head")):
             found = distance(attention, initialiser, P, G, collapse)
             if reason is None:
-                assert found <= 1e-13, (initialiser, P, G)
+                assert found <= SAME_FUNCTION, (initialiser, P, G)
             elif not coincides(attention, initialiser, P):
                 assert found > 1e-3, (initialiser, P, G, reason)
 
@@ -307,7 +315,7 @@ def test_what_is_multi_head_attention_and_what_is_not(
 def test_coincidences_do_happen(fields: dict[str, Any], initialiser: Any, P: int) -> None:
     """Not because of the initialiser, but of what there is nothing of."""
     for G, collapse in ((4, "global"), (2, "per_head")):
-        assert distance(AttentionConfig(**fields), initialiser, P, G, collapse) <= 1e-13
+        assert distance(AttentionConfig(**fields), initialiser, P, G, collapse) <= SAME_FUNCTION
 
 
 @pytest.mark.requirement("INIT-6", "PROF-2")
@@ -400,4 +408,75 @@ def test_zero_pseudo_keys_dilute_the_output(P: int) -> None:
     x = np.random.default_rng(6).standard_normal((2, 5, 8))
     plain = {name: t for name, t in parameters.items() if name not in MIXING}
     expected = iha_core.layer(plain, x, config=LayerConfig(kind="mha", **sizes))
-    np.testing.assert_allclose(iha_core.layer(parameters, x, config=config), expected / P, atol=1e-15)
+    assert_same(iha_core.layer(parameters, x, config=config), expected / P, SAME_FUNCTION)
+
+
+# The examples that layers are tested with
+
+
+def swapped(x: Any, axis: int = 0) -> Any:
+    """The first two of an axis changed for each other."""
+    order = np.arange(x.shape[axis])
+    order[:2] = 1, 0
+    return np.take(x, order, axis)
+
+
+def planted_faults(
+    config: LayerConfig, parameters: dict[str, Any]
+) -> dict[str, tuple[dict[str, Any], LayerConfig]]:
+    """By name: parameters and configuration of what a wrong layer computes."""
+
+    def attention(**fields: Any) -> LayerConfig:
+        return dataclasses.replace(config, attention=dataclasses.replace(config.attention, **fields))
+
+    v = parameters["v_proj.weight"]
+    heads = swapped(v.reshape(config.num_kv_heads, config.value_width, -1)).reshape(v.shape)
+    changed: dict[str, dict[str, Any]] = {
+        "rows of q_proj swapped": {"q_proj.weight": swapped(parameters["q_proj.weight"])},
+        "heads of v_proj swapped": {"v_proj.weight": heads},
+    }
+    if config.bias:
+        changed["no bias of k_proj"] = {"k_proj.bias": 0 * parameters["k_proj.bias"]}
+    if config.kind == "iha":
+        changed["alpha_q transposed"] = {"alpha_q": parameters["alpha_q"].swapaxes(0, 1)}
+        changed["alpha_k of another pseudo-head"] = {"alpha_k": np.roll(parameters["alpha_k"], 1, axis=-1)}
+        changed["collapse transposed"] = {"collapse": parameters["collapse"].swapaxes(0, 1)}
+    if config.qk_norm:
+        q, k = (parameters[f"{side}_norm.weight"] for side in "qk")
+        changed["norms exchanged"] = {"q_norm.weight": k, "k_norm.weight": q}
+    faults = {name: (parameters | change, config) for name, change in changed.items()}
+    faults["no rotation"] = parameters, attention(rope="none")
+    if config.attention.window is not None:
+        for step in (-1, 1):
+            faults[f"window {step:+}"] = parameters, attention(window=config.attention.window + step)
+    return faults
+
+
+@pytest.mark.requirement("LAY-7")
+@pytest.mark.parametrize(("dtype", "part"), [("bfloat16", 0.3), ("float16", 0.05)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sharp_examples_show_faults(name: str, dtype: str, part: float) -> None:
+    """In 16 bits, too, where the limits of the other examples are larger than their outputs."""
+    config = CONFIGS[name]
+    parameters, x = sharp_example(config, dtype)
+    exact, limit = derive_layer_limits(parameters, x, config=config, storage=dtype)
+    assert np.sqrt(np.mean(limit**2)) < part * np.sqrt(np.mean(exact**2))
+    assert_within_limits(cast(exact, dtype), parameters, x, config=config, storage=dtype)
+    unseen = []
+    for fault, (wrong, as_config) in planted_faults(config, parameters).items():
+        found = cast(iha_core.layer(wrong, x, config=as_config), dtype)
+        try:
+            assert_within_limits(found, parameters, x, config=config, storage=dtype)
+        except AssertionError:
+            continue
+        unseen.append(fault)
+    assert not unseen
+
+
+def test_layers_are_judged_by_their_dtype_and_shape() -> None:
+    config = CONFIGS["paper"]
+    parameters, x = sharp_example(config, "bfloat16")
+    found = cast(iha_core.layer(parameters, x, config=config), "bfloat16")
+    for wrong in (found.astype(np.float32), found.astype(np.float64), found[:1], found * np.nan):
+        with pytest.raises(AssertionError):
+            assert_within_limits(wrong, parameters, x, config=config, storage="bfloat16")

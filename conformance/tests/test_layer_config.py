@@ -146,6 +146,8 @@ def test_every_field_tells_configurations_apart(name: str) -> None:
         ("qk_norm", "yes", ArgumentTypeError),
         ("qk_norm", np.True_, ArgumentTypeError),
         ("qk_norm_epsilon", 0.0, ConfigError),
+        ("qk_norm_epsilon", 1e-38, ConfigError),
+        ("qk_norm_epsilon", 1e39, ConfigError),
         ("qk_norm_epsilon", -1e-6, ConfigError),
         ("qk_norm_epsilon", float("nan"), ConfigError),
         ("qk_norm_epsilon", float("inf"), ConfigError),

@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from layers import CONFIGS, assert_within_limits, example
+from layers import (
+    CONFIGS,
+    DIFFERENCES,
+    SAME_FUNCTION,
+    SAME_GRADIENT,
+    assert_same,
+    assert_within_limits,
+    example,
+    sharp_example,
+)
 
 import iha_core
 from iha_core import AttentionConfig, IHAError, LayerConfig
@@ -51,6 +61,11 @@ def values(x: Any) -> np.ndarray[Any, Any]:
     return np.array(x.astype(mx.float64))
 
 
+def native(x: Any) -> np.ndarray[Any, Any]:
+    """An array in its own dtype, by which `assert_within_limits` judges too."""
+    return np.array(x.view(mx.uint16)).view(ml_dtypes.bfloat16) if x.dtype == mx.bfloat16 else np.array(x)
+
+
 def parameters(layer: Any) -> dict[str, Any]:
     return tree_flatten(layer.parameters(), destination={})
 
@@ -84,23 +99,23 @@ OPTIONS: Mapping[str, dict[str, np.ndarray[Any, Any]]] = {
 @each_dtype
 @each_config
 @pytest.mark.parametrize("option", OPTIONS)
-def test_outputs_are_within_their_limits(option: str, name: str, dtype: str) -> None:
+@pytest.mark.parametrize("kind", [example, sharp_example])
+def test_outputs_are_within_their_limits(kind: Any, option: str, name: str, dtype: str) -> None:
     config, options = CONFIGS[name], OPTIONS[option]
-    tensors, x = example(config, dtype)
+    tensors, x = kind(config, dtype)
     output = layer_of(tensors, config)(array(x), **{key: array(value) for key, value in options.items()})
-    assert output.dtype == getattr(mx, dtype)
-    assert_within_limits(values(output), tensors, x, config=config, storage=dtype, **options)
+    assert_within_limits(native(output), tensors, x, config=config, storage=dtype, **options)
 
 
 @pytest.mark.requirement("LAY-7")
 @each_config
 @pytest.mark.parametrize("dtype", NARROW)
-def test_mixing_in_float32_in_a_narrower_layer(name: str, dtype: str) -> None:
+@pytest.mark.parametrize("kind", [example, sharp_example])
+def test_mixing_in_float32_in_a_narrower_layer(kind: Any, name: str, dtype: str) -> None:
     config = CONFIGS[name]
-    tensors, x = example(config, dtype, parameter_dtype="float32")
+    tensors, x = kind(config, dtype, parameter_dtype="float32")
     output = layer_of(tensors, config)(array(x))
-    assert output.dtype == getattr(mx, dtype)
-    assert_within_limits(values(output), tensors, x, config=config, storage=dtype)
+    assert_within_limits(native(output), tensors, x, config=config, storage=dtype)
 
 
 @pytest.mark.requirement("LAY-7")
@@ -150,7 +165,7 @@ def test_the_norm_is_rounded_once(size: float, dtype: str) -> None:
 @pytest.mark.requirement("LAY-4")
 @each_dtype
 def test_the_norm_of_zeros_is_zero_whatever_epsilon(dtype: str) -> None:
-    config = LayerConfig(model_width=4, num_heads=2, qk_norm=True, qk_norm_epsilon=1e-60, attention=BARE)
+    config = LayerConfig(model_width=4, num_heads=2, qk_norm=True, qk_norm_epsilon=2.0**-126, attention=BARE)
     layer = InterleavedHeadAttention(config, dtype=getattr(mx, dtype))
     zeros = mx.zeros((1, 3, 2, 2), dtype=getattr(mx, dtype))
     assert mx.all(layer.q_norm(zeros) == 0)
@@ -161,7 +176,7 @@ def test_the_norm_of_zeros_is_zero_whatever_epsilon(dtype: str) -> None:
 def test_epsilon_is_that_of_the_configuration() -> None:
     tensors, x = example(CONFIGS["grouped"], "float64")
     config = LayerConfig.from_dict({**CONFIGS["grouped"].to_dict(), "qk_norm_epsilon": 0.5})
-    found = values(layer_of(tensors, config)(array(x)))
+    found = native(layer_of(tensors, config)(array(x)))
     assert_within_limits(found, tensors, x, config=config, storage="float64")
 
 
@@ -269,7 +284,12 @@ def test_a_replicated_start_is_multi_head_attention() -> None:
     mha = InterleavedHeadAttention(LayerConfig(kind="mha", **sizes), dtype=mx.float64)
     mha.update({name: iha[name].parameters() for name in ("q_proj", "k_proj", "v_proj", "o_proj")})
     x = mx.random.normal((2, 9, 12)).astype(mx.float64)
-    assert mx.allclose(iha(x), mha(x), rtol=0, atol=1e-14)
+    exact = []
+    for layer in (iha, mha):
+        tensors = {name: values(tensor) for name, tensor in parameters(layer).items()}
+        assert_within_limits(native(layer(x)), tensors, values(x), config=layer.config, storage="float64")
+        exact.append(iha_core.layer(tensors, values(x), config=layer.config))
+    assert_same(*exact, SAME_FUNCTION)
 
 
 def test_set_dtype_is_a_layer_of_that_dtype() -> None:
@@ -279,7 +299,7 @@ def test_set_dtype_is_a_layer_of_that_dtype() -> None:
     assert {tensor.dtype for tensor in found.values()} == {mx.bfloat16}
     tensors = {name: values(tensor) for name, tensor in found.items()}
     x = x.astype(mx.bfloat16)
-    assert_within_limits(values(layer(x)), tensors, values(x), config=CONFIGS["grouped"], storage="bfloat16")
+    assert_within_limits(native(layer(x)), tensors, values(x), config=CONFIGS["grouped"], storage="bfloat16")
 
 
 @each_dtype
@@ -349,7 +369,9 @@ def test_gradients_by_finite_differences(name: str) -> None:
         # central differences of two steps, the error of order step^2 removed
         wide, close = ((moved(width) - moved(-width)) / (2 * width) for width in (2 * step, step))
         found = float((grad * along).sum().item())
-        assert found == pytest.approx((4 * close - wide) / 3, rel=1e-7, abs=1e-8), key
+        assert found == pytest.approx((4 * close - wide) / 3, rel=DIFFERENCES / 10, abs=DIFFERENCES / 100), (
+            key
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -389,7 +411,7 @@ def test_vmap_equals_a_loop(dtype: str, name: str) -> None:
 
     stacked = [array(each).reshape(3, 2, *each.shape[1:]) for each in (x, mask, ids)]
     output = mx.vmap(mapped)(*stacked).reshape(x.shape)
-    assert_within_limits(values(output), tensors, x, config=config, storage=dtype, **options)
+    assert_within_limits(native(output), tensors, x, config=config, storage=dtype, **options)
 
 
 @each_config
@@ -398,7 +420,7 @@ def test_vmap_of_gradients_equals_a_loop(name: str) -> None:
     stacked = mx.stack([x, x[::-1], x - 1])
     grad = mx.grad(lambda x: layer(x).square().sum())
     found, expected = mx.vmap(grad)(stacked), mx.stack([grad(each) for each in stacked])
-    assert mx.allclose(found, expected, rtol=1e-10, atol=1e-10)
+    assert_same(values(found), values(expected), SAME_GRADIENT)
 
 
 @each_config
@@ -418,7 +440,7 @@ def test_compiles_once_for_each_shape(dtype: str, name: str) -> None:
             tensors, x = example(config, dtype, seed=seed, N=N)
             layer.load_weights([(key, array(tensor)) for key, tensor in tensors.items()])
             mask = np.arange(N)[None] != np.array([[seed], [N]])
-            found = values(compiled(array(x), array(mask)))
+            found = native(compiled(array(x), array(mask)))
             assert_within_limits(found, tensors, x, config=config, storage=dtype, key_mask=mask)
     assert traces == [(2, 5, config.model_width), (2, 7, config.model_width)]
 

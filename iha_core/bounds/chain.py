@@ -81,6 +81,11 @@ def propagate(
         rules: formats.
         optional: the optional arguments of `attention`, all of them.
         angles: "true" leaves out what [ROPE-5] allows the angles to be off.
+
+    Returns:
+        The chain; its values are those of `stages`.
+
+    Source: SPEC.md 6.2.
     """
     scale = config.resolve_scale(dims.d)
     query_index, key_index = token_indices(dims, optional["query_offset"])

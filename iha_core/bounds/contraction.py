@@ -37,11 +37,13 @@ def contracted(
         x, y: the operands.
         value: the exact sum.
         arithmetic: formats.
-        scale: factor of the sum; one that rounds costs two roundings, as in (16), and any other none: the
-            rounding of the result itself is that to `storage`.
+        scale: factor of the sum, with the two roundings of (16) where there is one.
         addend: an exact further term, broadcast to `value`; a bias.
         further: error of the sum beside that of its operands and of its own additions.
         storage: format that the sum is rounded to; None for the storage format.
+
+    Returns:
+        The sum with its error, of the shape that the equation gives.
     """
     magnitude = scale * np.einsum(equation, x.absolute, y.absolute)
     terms = np.einsum(equation, x.count, y.count)
@@ -54,9 +56,9 @@ def contracted(
         magnitude = magnitude + np.abs(addend)
         terms = terms + (addend != 0)
         term_grid = np.minimum(term_grid, grid(addend))
-    whole = root_is_power_of_two(scale) | (magnitude == 0)
-    exact = whole & sum_is_exact(term_grid, magnitude / scale, arithmetic.accumulator)
-    scaling = np.where(whole, 0.0, tolerances()["operations"]["logit_scaling"] * np.abs(value))
+    exact = sum_is_exact(term_grid, magnitude / scale, arithmetic.accumulator)
+    exact &= root_is_power_of_two(scale) | (magnitude == 0)
+    scaling = 0.0 if scale == 1.0 else tolerances()["operations"]["logit_scaling"] * np.abs(value)
     # Terms that are off lie on no grid, so their sum is rounded even where the exact one would not be.
     spared = exact & (propagated == 0)
     summed = np.where(spared, 0.0, arithmetic.A * (terms * magnitude + scaling))

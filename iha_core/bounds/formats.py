@@ -136,16 +136,25 @@ def precision_classes() -> tuple[str, ...]:
     return (HIGHEST, *tolerances()["precision"])
 
 
-@cache
 def arithmetic(dtype: str, precision: str = HIGHEST) -> Arithmetic:
     """The arithmetic of a storage dtype ("float64", "float32", "float16", "bfloat16") in a class.
 
     Raises:
-        ArgumentValueError: no such precision class.
+        ArgumentValueError: no such dtype, or no such precision class.
     """
-    if precision not in precision_classes():
-        expected = "one of " + ", ".join(precision_classes())
-        raise ArgumentValueError("precision", "", expected=expected, found=repr(precision))
+    known = (
+        ("storage", dtype, tuple(tolerances()["formats"])),
+        ("precision", precision, precision_classes()),
+    )
+    for argument, found, names in known:
+        if found not in names:
+            expected = "one of " + ", ".join(names)
+            raise ArgumentValueError(argument, "", expected=expected, found=repr(found))
+    return _arithmetic(dtype, precision)
+
+
+@cache
+def _arithmetic(dtype: str, precision: str) -> Arithmetic:
     formats = tolerances()["formats"]
     operands = None
     if precision != HIGHEST and dtype != "float64":  # float64 is multiplied unrounded in every class

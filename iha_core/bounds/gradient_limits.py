@@ -7,6 +7,7 @@ equation. A bar of the specification is the ending `_bar`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +16,22 @@ import numpy as np
 from iha_core.bounds import worst
 from iha_core.bounds.chain import Chain, propagate
 from iha_core.bounds.contraction import contracted, stored
-from iha_core.bounds.formats import HIGHEST, NO_GRID, Arithmetic, Array, Format, arithmetic, tolerances
+from iha_core.bounds.formats import (
+    HIGHEST,
+    NO_GRID,
+    Arithmetic,
+    Array,
+    Format,
+    arithmetic,
+    sum_is_exact,
+    tolerances,
+)
 from iha_core.bounds.limits import Limits, element_limit
-from iha_core.bounds.worst import Operand, Quantity, operand, operand_of
+from iha_core.bounds.worst import Booleans, Operand, Quantity, operand, operand_of
 from iha_core.config import AttentionConfig
-from iha_core.gradient import GRADIENTS, backward, by_token, without_unseen
-from iha_core.reference import attention_stages, lane_pairs, token_indices, visibility
-from iha_core.validation import dtype_name, validate, validate_cotangent
+from iha_core.gradient import GRADIENTS, backward, by_token, forward
+from iha_core.reference import lane_pairs
+from iha_core.validation import dtype_name
 
 
 def derive_gradient_limits(
@@ -60,27 +70,23 @@ def derive_gradient_limits(
 
     Source: SPEC.md [NUM-9], [NUM-10].
     """
-    masks = {"key_mask": key_mask, "segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
-    optional = masks | {
+    optional = {
+        "key_mask": key_mask,
+        "segment_ids": segment_ids,
+        "kv_segment_ids": kv_segment_ids,
         "positions": positions,
         "kv_positions": kv_positions,
         "query_offset": query_offset,
     }
     arrays = (q, k, v, alpha_q, alpha_k, alpha_v, collapse)
-    dims = validate(*arrays, config=config, **optional)
-    validate_cotangent(cotangent, q, dims)
-    tensors = {name: np.asarray(x, dtype=np.float64) for name, x in zip(GRADIENTS, arrays, strict=True)}
-    visible = visibility(*token_indices(dims, query_offset), dims, config, **masks)
-    tensors |= without_unseen(tensors, visible, dims)
-    stages = attention_stages(**tensors, config=config, **optional)
-    wide = np.asarray(cotangent, dtype=np.float64)
+    call = forward(arrays, cotangent, config, optional)
     rules = arithmetic(storage, precision)
     parameter = arithmetic(dtype_name(alpha_q)).storage
 
     with np.errstate(invalid="ignore", over="ignore"):
-        bars = backward(tensors, stages, visible, dims, config, wide, optional)
-        chain = propagate(tensors, stages, dims, config, rules, optional)
-        gradients = _Backward(chain, tensors, stages, bars, parameter).gradients()
+        bars = backward(call, config, optional)
+        chain = propagate(call.tensors, call.stages, call.dims, config, rules, optional)
+        gradients = _Backward(chain, call.tensors, call.stages, bars, parameter).gradients()
     limits, formats = {}, dict.fromkeys("qkv", rules.storage)
     for name, gradient in gradients.items():
         kept = formats.get(name, parameter)
@@ -181,7 +187,7 @@ class _Backward:
         return np.asarray(np.minimum(weights.value * (growth + total) / least, 1.0))
 
     def _of_weights(self) -> Array:
-        """What forming and storing a weight, or forming it from lse, adds: ε_a + ε_lse·a of (31)."""
+        """What forming and storing a weight, or forming it from lse, adds: ε_w of (31)."""
         weights = self.chain.weights
         if self.chain.config.normalisation == "none":
             return weights.error
@@ -211,27 +217,40 @@ class _Backward:
         weights_bar = self._product("weights", "bthe,bshe->bhts", x, y)
         if self.chain.config.normalisation == "none":
             shown = weights_bar.mapped(lambda x: np.where(seen, x, np.zeros((), x.dtype)))
-            return self._without_negligible(self._use(shown))
+            return self._without_negligible(self._use(self._or_scaled(shown)))
         a, a_bar = self.chain.weights.value, np.where(seen, weights_bar.value, 0.0)
-        total = contracted(
-            "bhts,bhts->bht", weights, self._use(weights_bar), np.sum(a * a_bar, axis=-1), self.rules
-        )
-        centred = np.where(seen, a_bar - total.value[..., None], 0.0)  # c of (31)
-        of_total = self._total(weights.error, weights_bar, virtual_out_bar, centred, total)[..., None]
-        propagated = weights.error * np.abs(centred)
-        propagated = propagated + (a + weights.error) * (weights_bar.error + of_total)
+        total = np.sum(a * a_bar, axis=-1)  # D of (26)
+        of_terms = np.min(weights.grid + self._use(weights_bar).grid, axis=-1, initial=NO_GRID)
+        exact_total = sum_is_exact(of_terms, np.sum(a * np.abs(a_bar), axis=-1), self.rules.accumulator)
+        centred = np.where(seen, a_bar - total[..., None], 0.0)  # c of (31)
+        error = self._of_logits() + self._of_weights()  # ε_ρ, unrounded: no matrix unit takes these products
+        of_total = self._total(error, weights_bar, virtual_out_bar, centred, exact_total)[..., None]
+        propagated = error * np.abs(centred) + (a + error) * (weights_bar.error + of_total)
         propagated = np.where(seen, propagated, 0.0)
         value = self.bars["logits"]
         accumulator = self.rules.accumulator
-        exact = self.chain.weights.exact & weights_bar.exact & total.exact[..., None]
+        exact = self.chain.weights.exact & weights_bar.exact & exact_total[..., None]
         exact &= accumulator.represents(centred) & accumulator.represents(value)
-        spared = exact & (propagated == 0)
-        work = 2 * self.rules.A * a * (np.abs(a_bar) + np.abs(total.value)[..., None])
-        summed = np.where(spared | ~seen, 0.0, work)
-        quantity = stored(
-            value, propagated, summed, exact | ~seen, np.abs(value), np.ones_like(a), self.rules
+        spared = (exact & (propagated == 0)) | ~seen
+        work = 2 * self.rules.A * a * (np.abs(a_bar) + np.abs(total)[..., None])
+        summed = np.where(spared, 0.0, work)
+        exact |= ~seen
+        quantity = stored(value, propagated, summed, exact, np.abs(value), np.ones_like(a), self.rules)
+        return self._without_negligible(self._use(self._or_scaled(quantity)))
+
+    def _or_scaled(self, logits_bar: Quantity) -> Quantity:
+        """l̄ as it may have been stored: multiplied by the scale."""
+        scale = self.chain.scale
+        exact = logits_bar.exact & (math.frexp(scale)[0] == 0.5)
+        incoming = scale * (logits_bar.error - logits_bar.stored)
+        instead = worst.rounding(scale * logits_bar.value, incoming, exact, self.rules) / scale
+        more = np.where(logits_bar.value == 0, 0.0, np.maximum(0.0, instead - logits_bar.stored))
+        return dataclasses.replace(
+            logits_bar,
+            error=logits_bar.error + more,
+            stored=logits_bar.stored + more,
+            exact=logits_bar.exact & (more == 0),
         )
-        return self._without_negligible(self._use(quantity))
 
     def _total(
         self,
@@ -239,7 +258,7 @@ class _Backward:
         weights_bar: Quantity,
         virtual_out_bar: Quantity,
         centred: Array,
-        total: Quantity,
+        exact_total: Booleans,
     ) -> Array:
         """Error of D, by either of its sums, the second line of (31): (B, H, T)."""
         weights = self.chain.weights
@@ -258,7 +277,7 @@ class _Backward:
         magnitude = np.sum(np.where(seen, weights.value * weights_bar.magnitude, 0.0), axis=-1)
         of_out = np.swapaxes(np.max(out.terms, axis=-1, initial=0.0), 1, 2)  # (B, H, T)
         count = 2 * of_out + out.value.shape[-1]
-        whole = total.exact & np.swapaxes(np.all(out.exact, axis=-1), 1, 2) & (propagated == 0)
+        whole = exact_total & np.swapaxes(np.all(out.exact, axis=-1), 1, 2) & (propagated == 0)
         return np.asarray(propagated + np.where(whole, 0.0, count * self.rules.A * magnitude))
 
     def _rotated_back(self, side: str, rotated: Quantity) -> Quantity:
@@ -266,7 +285,7 @@ class _Backward:
         turn = {"q": self.chain.q, "k": self.chain.k}[side].angles
         if turn is None:
             return rotated
-        # All that came in counts as sums, of which (15) spares none: an operand is rounded on either side.
+        # The third line of (15) with ε_op = 0: what the operands of (27) are off stays wherever one rotates.
         rotated = dataclasses.replace(rotated, summed=rotated.error - rotated.stored)
         value = self.bars[f"mixed_{side}"]
         return worst.rotated(rotated, value, -turn, self.chain.config, self.rules, angles="allowed")

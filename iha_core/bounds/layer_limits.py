@@ -65,7 +65,8 @@ def derive_layer_limits(
         stages = attention_stages(**values, config=attention, **optional)
         every = optional | {"kv_segment_ids": None, "kv_positions": None, "query_offset": None}
         chain = propagate({"q": q, "k": k, "v": v} | tensors, stages, dims, attention, rules, every)
-        merged = chain.output.mapped(lambda array: array.reshape(*x.shape[:2], -1))  # (B, N, H*e)
+        width = config.num_heads * config.value_width
+        merged = chain.output.mapped(lambda array: array.reshape(*x.shape[:2], width))  # (B, N, H*e)
         y = _projected("o_proj", operand_of(merged, rules), wide, output, rules)
     return output, element_limit(y.value, y.error, y.magnitude, rules.storage, rules)
 
@@ -77,7 +78,8 @@ def _heads(
     name, width = f"{side}_proj", config.value_width if side == "v" else config.head_width
     flat = project(x, parameters, name)
     projected = _projected(name, operand(x, rules), parameters, flat, rules)
-    split = projected.mapped(lambda array: array.reshape(*x.shape[:2], -1, width))  # (B, N, heads, width)
+    shape = (*x.shape[:2], flat.shape[-1] // width, width)
+    split = projected.mapped(lambda array: array.reshape(shape))  # (B, N, heads, width)
     if side == "v" or not config.qk_norm:
         return split
     return _normalised(split, parameters[f"{side}_norm.weight"], config.qk_norm_epsilon, rules)

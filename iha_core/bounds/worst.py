@@ -268,7 +268,8 @@ def scaled_operand(x: Quantity, scale: float, arithmetic: Arithmetic) -> Quantit
     """
     if root_is_power_of_two(scale):
         return x
-    extra = np.where(x.value == 0, 0.0, arithmetic.u * np.abs(x.value) + arithmetic.storage.eta)
+    eta = arithmetic.storage.eta / min(1.0, scale)  # of what was multiplied by the scale or by its root
+    extra = np.where(x.value == 0, 0.0, arithmetic.u * np.abs(x.value) + eta)
     return dataclasses.replace(x, error=x.error + extra, exact=x.exact & (x.value == 0))
 
 

@@ -49,12 +49,12 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
     return inputs
 
 
-def _cotangent(case: Case, kind: Literal["uniform", "whole", "positive"]) -> NDArray[np.float64]:
+def _cotangent(case: Case, kind: Literal["uniform", "small", "whole", "positive"]) -> NDArray[np.float64]:
     """The derivative of a loss by the output, (B, N, H, e); a "positive" one makes sums that only grow."""
     shape = [case.sizes[letter] for letter in "BNHe"]
     stream = f"{case.id}/cotangent"
-    if kind == "uniform":
-        return uniform(stream, shape, 2.0)
+    if kind in ("uniform", "small"):
+        return uniform(stream, shape, 2.0 if kind == "uniform" else 2.0**-12)
     return integers(stream, shape, 1, 7) if kind == "positive" else integers(stream, shape, -3, 3)
 
 

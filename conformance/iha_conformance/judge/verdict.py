@@ -63,6 +63,8 @@ def _values(case: Case, dtype: str, expectation: Expectation, result: Result) ->
     for stage, comparison in compared:
         if not comparison.passed:
             reason = f"{comparison.reason}{_worse_elsewhere(comparison, compared)}"
+            if is_gradient:
+                reason += _which(stage, compared)
             return Verdict(status="failed", ratio=worst, stage=stage, reason=reason)
     note = DIFFERS if result.repeatable is False else None
     return Verdict(status="passed", ratio=worst, reason=note)
@@ -79,6 +81,23 @@ def _worse_elsewhere(first: Comparison, compared: Sequence[tuple[str, Comparison
     if worst is first or worst.ratio == first.ratio:
         return ""
     return f"; the worst ratio, {worst.ratio:.3g}, is that of {worst.about or f'`{stage}`'}"
+
+
+GRADIENT_OF = {
+    **dict.fromkeys(("q", "k", "v"), "GRAD-6"),
+    **dict.fromkeys(("alpha_q", "alpha_k", "alpha_v"), "GRAD-7"),
+    "collapse": "GRAD-1",
+}
+"""Requirement that says what the gradient of an argument is."""
+
+
+def _which(first: str, compared: Sequence[tuple[str, Comparison]]) -> str:
+    """The requirement of the first wrong gradient, and which are wrong: where a fault is, these tell best."""
+    name = {label: label.rpartition(" ")[2] for label, _ in compared}
+    wrong = [name[label] for label, comparison in compared if not comparison.passed]
+    right = [name[label] for label, comparison in compared if comparison.passed]
+    requirement = GRADIENT_OF[name[first]]
+    return f" [{requirement}]; wrong: {', '.join(wrong)}; right: {', '.join(right) or 'none'}"
 
 
 def _label(case: Case, name: str) -> str:

@@ -1,6 +1,7 @@
 """The backward pass composed from pieces, every step of which can be replaced (SPEC.md chapter 9).
 
-What `port` is for the operation. The forward pass is that of an honest port.
+What `port` is for the operation. The forward pass is that of an honest port, and what [GRAD-8] leaves out
+is what the reference leaves out: loops in the tests alone are independent of it.
 """
 
 from __future__ import annotations
@@ -112,11 +113,11 @@ class BackwardPort(Steps):
 
     def queries_bar(self, logits_bar: Array, rotated_k: Array, scale: float) -> Array:
         """[GRAD-4]: (B, H, T, S), (B, S, H, d) -> (B, T, H, d)."""
-        return scale * self.contract("bhts,bshd->bthd", logits_bar, rotated_k)
+        return scale * self.contract("bhts,bshd->bthd", self.store(logits_bar), rotated_k)
 
     def keys_bar(self, logits_bar: Array, rotated_q: Array, scale: float) -> Array:
         """[GRAD-4]: (B, H, T, S), (B, T, H, d) -> (B, S, H, d)."""
-        return scale * self.contract("bhts,bthd->bshd", logits_bar, rotated_q)
+        return scale * self.contract("bhts,bthd->bshd", self.store(logits_bar), rotated_q)
 
     def rotate_back(self, side: Side, rotated_bar: Array, angles: Array | None) -> Array:
         """[GRAD-5]: (B, T, H, d), the angles of the forward rotation -> (B, T, H, d)."""
@@ -179,7 +180,6 @@ class BackwardPort(Steps):
         weights_bar = self.store(self.do("weights_bar", virtual_out_bar, forward["mixed_v"]))
         row_term = self.do("row_term", weights, weights_bar, virtual_out_bar)
         logits_bar = self.do("logits_bar", weights, weights_bar, row_term, self.visible[:, None])
-        logits_bar = self.store(logits_bar)
         for side, step, other in (("q", "queries_bar", "rotated_k"), ("k", "keys_bar", "rotated_q")):
             rotated_bar = self.store(self.do(step, logits_bar, forward[other], scale))
             mixed[side] = self.store(self.do("rotate_back", side, rotated_bar, self.angles(side)))

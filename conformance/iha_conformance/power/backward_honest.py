@@ -56,13 +56,13 @@ class Backwards(Accumulated):
 
 
 class ScaledLogits(Recomputed):
-    """The scale multiplied into the gradients of the logits, which are stored with it."""
+    """The scale multiplied into the gradients of the logits, which are stored with it alone."""
 
     def queries_bar(self, logits_bar: Array, rotated_k: Array, scale: float) -> Array:
-        return super().queries_bar(self.store(logits_bar * scale), rotated_k, 1.0)
+        return super().queries_bar(logits_bar * scale, rotated_k, 1.0)
 
     def keys_bar(self, logits_bar: Array, rotated_q: Array, scale: float) -> Array:
-        return super().keys_bar(self.store(logits_bar * scale), rotated_q, 1.0)
+        return super().keys_bar(logits_bar * scale, rotated_q, 1.0)
 
 
 class RootOfScale(BackwardPort):

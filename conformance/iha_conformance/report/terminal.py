@@ -290,12 +290,15 @@ def describe_failure(rows: Sequence[Row]) -> str:
     parts = [f"{row.id}, {', '.join(row.dtype for row in rows)}"]
     if len(rows) > 1:
         parts.append(f"in {row.dtype}")
+    reason = row.reason or "no reason given"
+    if row.stage and row.capability == "gradient":  # no stage; and the reason names its requirement
+        return f"{': '.join(parts)}: {reason}"
     if row.stage:
         parts.append(f"first wrong stage {row.stage}")
     shown = [f"[{name}]" for name in row.requirements[:MAX_REQUIREMENTS]]
     if len(row.requirements) > MAX_REQUIREMENTS:
         shown.append("...")
-    return " ".join([f"{': '.join(parts)}: {row.reason or 'no reason given'}", *shown])
+    return " ".join([f"{': '.join(parts)}: {reason}", *shown])
 
 
 def _unrepeatable(reports: Sequence[TargetReport]) -> list[str]:
@@ -348,11 +351,11 @@ def _is_explicable(report: TargetReport) -> bool:
     """Whether some case has wrong values in every dtype in which it was executed.
 
     A dialect has them in all; where some pass, arithmetic is at fault. Nor does a dialect say why a
-    target crashes, hangs or takes bad input.
+    target crashes, hangs or takes bad input, or why its gradients alone are wrong.
     """
     wrong: dict[str, list[bool]] = {}
     for row in report.rows:
-        if row.status in ("passed", "failed"):
+        if row.status in ("passed", "failed") and row.capability is None:
             wrong.setdefault(row.id, []).append(row.status == "failed" and row.stage is not None)
     return any(all(of) for of in wrong.values())
 

@@ -145,9 +145,8 @@ def row_term_of_token(port: Port, weights: Array, weights_bar: Array, virtual_ou
     return np.broadcast_to(of_token, (*of_token.shape[:-1], port.dims.P)).reshape(right.shape)
 
 
-@mutant("gradient: row term from the cotangent and the output", "GRAD-3", step="row_term")
-def row_term_of_output(port: Port, weights: Array, weights_bar: Array, virtual_out_bar: Array) -> Array:
-    """Taken after the collapse, as code for plain attention does: one for all pseudo-heads and heads."""
+@mutant("gradient: row term of the first head for all", "GRAD-3", step="row_term")
+def row_term_of_first_head(port: Port, weights: Array, weights_bar: Array, virtual_out_bar: Array) -> Array:
     right = port.row_term(weights, weights_bar, virtual_out_bar)
     return right if port.config.normalisation == "none" else np.broadcast_to(right[:, :1], right.shape)
 
