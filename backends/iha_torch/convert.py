@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from iha_core.config import (
     WindowUnit,
     check_choice,
     describe,
+    whole_number,
 )
 from iha_core.errors import ConfigError
 from iha_core.initialisers import Initialiser, difference_from_mha, starts
@@ -34,7 +36,7 @@ def from_mha(
     window: int | None = None,
     window_unit: WindowUnit | None = None,
     initialiser: Initialiser | None = None,
-    collapse: CollapseKind = "global",
+    collapse: CollapseKind | None = None,
 ) -> InterleavedHeadAttention:
     """A layer of interleaved heads that computes what a multi-head attention does, until it is trained.
 
@@ -42,19 +44,21 @@ def from_mha(
     and window are arguments of its call, so they are chosen here; it does not rotate. And attention as
     Llama, Mistral, Qwen2 and Qwen3 have it in transformers, with q_proj, k_proj, v_proj, o_proj, and possibly
     q_norm and k_norm: causality, window, scale and RoPE are its own. Where only some projections have a
-    bias, as in Qwen2, the bias of the others (o_proj) starts as zeros, and is then trained like any.
+    bias, as in Qwen2, the bias of the others (o_proj) starts as zeros, and is then trained like any. A module
+    of transformers is called once, on other weights and a few tokens, and has to compute what was read of it.
 
     Args:
-        source: the module, which is left as it is: the layer owns copies of its weights, of their dtype and
-            on their device.
-        num_pseudo_heads: P.
+        source: the module, which is left as it is: the layer owns copies of its weights, of their dtype, on
+            their device, and frozen (`requires_grad`) where they are; what it has not, mixing tensors and
+            biases of zeros, is trained. Hooks are not taken over.
+        num_pseudo_heads: P, a whole number of at least 1.
         profile: configuration whose fields the arguments below replace ([PROF-1]). Where they do not, rope
             "token" becomes "none" for a source that does not rotate, and causal "none" for a decoder that is
             not causal.
         causal, rope, window, window_unit: fields of the configuration; None means source and profile decide.
         initialiser: a replicated one; None means "replicated-last" where causal is "virtual", else
             "replicated-average".
-        collapse: "global" or "per_head".
+        collapse: "global" or "per_head", whichever the profile allows; None means the first of those.
 
     Returns:
         The layer, in the source's mode of training. It takes x as (B, N, D), whatever `batch_first` is.
@@ -66,6 +70,8 @@ def from_mha(
     Source: SPEC.md [INIT-2], [INIT-6]; erratum 2.
     """
     check_choice("profile", profile, tuple(PROFILES))
+    num_pseudo_heads = whole_number("num_pseudo_heads", num_pseudo_heads, "a whole number >= 1")
+    collapse = _collapse(profile, collapse)
     read = read_source(source)
     attention = _attention_config(
         read, PROFILES[profile].config, causal=causal, rope=rope, window=window, window_unit=window_unit
@@ -81,7 +87,7 @@ def from_mha(
     )
     difference = difference_from_mha(attention, initialiser, num_pseudo_heads=config.num_pseudo_heads)
     if difference is not None:
-        expected = f"what the source computes, but {difference.reason}"
+        expected = f"a start that computes what the source does ({difference.reason})"
         raise ConfigError(difference.field, "", expected=expected, found=repr(difference.found))
     first = read.tensors["q_proj.weight"]
     mixing = {
@@ -90,7 +96,21 @@ def from_mha(
         if name in MIXING
     }
     layer = layer_of(config, {**read.tensors, **mixing}, device=first.device, initialiser=initialiser)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(name not in read.frozen)
     return layer.train(source.training)
+
+
+def _collapse(profile: str, collapse: CollapseKind | None) -> CollapseKind:
+    """The kind of collapse: the profile's first, or what is asked for, where the profile allows it."""
+    allowed = PROFILES[profile].collapse
+    if collapse is None:
+        return allowed[0]
+    check_choice("collapse", collapse, get_args(CollapseKind))
+    if collapse not in allowed:
+        expected = " or ".join(map(repr, allowed)) + f", as profile {profile!r} has it"
+        raise ConfigError("collapse", "", expected=expected, found=repr(collapse))
+    return collapse
 
 
 def _attention_config(
@@ -115,7 +135,7 @@ def _attention_config(
         causal=causal,
         rope=rope,
         window=window,
-        window_unit=window_unit or base.window_unit,
+        window_unit=base.window_unit if window_unit is None else window_unit,
         rope_theta=own.rope_theta,
         rope_pairing=own.rope_pairing,
         scale=own.scale,

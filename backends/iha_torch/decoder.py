@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from iha_core.config import Causal, CollapseKind, Rope, WindowUnit
-from iha_core.errors import ArgumentTypeError, ArgumentValueError
+from iha_core.errors import ArgumentTypeError, ArgumentValueError, ConfigError
 from iha_core.initialisers import Initialiser
 from iha_torch.convert import from_mha
 from iha_torch.layer import InterleavedHeadAttention
@@ -32,7 +32,7 @@ def replace_attention(
     window: int | None = None,
     window_unit: WindowUnit | None = None,
     initialiser: Initialiser | None = None,
-    collapse: CollapseKind = "global",
+    collapse: CollapseKind | None = None,
 ) -> nn.Module:
     """Replace, in place, every self-attention of a decoder of transformers by a converted one.
 
@@ -51,13 +51,16 @@ def replace_attention(
     Raises:
         ArgumentTypeError: `model` is no model of transformers.
         ArgumentValueError: it has no attention that is recognised.
-        ConfigError: one of its layers cannot be converted (see `from_mha`).
+        ConfigError: one of its layers cannot be converted (see `from_mha`), or is called without positions.
     """
     interfaces = _interfaces(model)
     found = {name: module for name, module in model.named_modules() if is_decoder_attention(module)}
-    if not found:
+    converted = any(isinstance(module, DecoderAttention) for module in model.modules())
+    if converted or not found:
         expected = "a model with attention modules of " + ", ".join(PROJECTIONS)
-        raise ArgumentValueError("model", "", expected=expected, found=f"{type(model).__name__} without any")
+        kind = type(model).__name__
+        state = f"a {kind} that is already converted" if converted else f"{kind} without any"
+        raise ArgumentValueError("model", "", expected=expected, found=state)
     replacements = {
         name: DecoderAttention(
             from_mha(
@@ -74,6 +77,8 @@ def replace_attention(
         )
         for name, module in found.items()
     }
+    if any(r.attention.config.attention.rope != "none" for r in replacements.values()):
+        _check_call(model, list(found.values()))
     for name, replacement in replacements.items():
         replacement.train(model.get_submodule(name).training)
         model.set_submodule(name, replacement)
@@ -117,8 +122,9 @@ class DecoderAttention(nn.Module):
             position_embeddings: not used: the layer rotates by its own tables, at `position_ids`.
             attention_mask: (B, N) bool as `padding_mask` gives it, False for padding; None for no padding.
             cache, past_key_values: None.
-            position_ids: (B or 1, N) int. Without an attention_mask, a position that is not that of the token
-                before and 1 begins another sequence, which sees nothing of those before, as in transformers.
+            position_ids: (B or 1, N) int. In a causal layer without an attention_mask, a position that is not
+                that of the token before and 1 begins another sequence, which sees nothing of those before, as
+                in transformers.
 
         Returns:
             (B, N, D) and None.
@@ -137,7 +143,8 @@ class DecoderAttention(nn.Module):
         segments = None
         if position_ids is not None:
             position_ids = position_ids.expand(hidden_states.shape[0], -1)
-            if attention_mask is None:
+            # transformers looks for packed sequences where it forms a causal mask, and nowhere else.
+            if attention_mask is None and self.attention.config.attention.causal != "none":
                 segments = packed_segments(position_ids)
         elif self.attention.config.attention.rope != "none":
             expected = "a tensor (B, N), as the layer rotates by its own tables"
@@ -164,6 +171,7 @@ def padding_mask(
     *args: object,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     **unused: object,
 ) -> Tensor | None:
@@ -176,10 +184,51 @@ def padding_mask(
         ArgumentValueError: the model asks for a further condition, which would be lost.
     """
     # Skipping is not allowed where there is another condition, or for packed sequences: without a mask only.
-    if use_vmap or (attention_mask is not None and not allow_is_causal_skip):
+    # Masks that are not causal never allow the one kind of skipping, and allow the other by the same rule.
+    skips = allow_is_causal_skip or allow_is_bidirectional_skip
+    if use_vmap or (attention_mask is not None and not skips):
         expected = "a mask of causality, window and padding alone"
         raise ArgumentValueError("attention_mask", "", expected=expected, found="a further mask function")
     return attention_mask
+
+
+class _ReachedError(Exception):
+    """An attention was called; ends a trial call of a model."""
+
+
+def _check_call(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Refuse a model that hands its attention no positions, before it is changed.
+
+    The model is called on two tokens, up to its first attention. Where that cannot be done, as on meta, such
+    a model still fails at its first call, and says why (see `DecoderAttention.forward`).
+    """
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        return
+    given: dict[str, object] = {}
+
+    def stop(module: nn.Module, positional: tuple[object, ...], named: dict[str, object]) -> None:
+        given.update(named)
+        raise _ReachedError
+
+    hooks = [module.register_forward_pre_hook(stop, with_kwargs=True, prepend=True) for module in modules]
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    try:
+        # A model in training may draw numbers before its attention, which are not the caller's.
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model(input_ids=ids, use_cache=False)
+        return
+    except _ReachedError:
+        pass
+    except Exception:  # whatever else the model asks for
+        return
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in ("position_embeddings", "position_ids"):
+        if given.get(name) is None:
+            expected = "given to attention by its model, as the layer rotates by it"
+            raise ConfigError(name, "of the source", expected=expected, found="None")
 
 
 def _no_attention(module: nn.Module, *args: object, **unused: object) -> tuple[Tensor, None]:

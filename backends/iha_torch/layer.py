@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from iha_core.checkpoint import check_tensors
-from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError, ShapeError
+from iha_core.config import describe
+from iha_core.errors import ArgumentTypeError, ArgumentValueError, DTypeError
 from iha_core.initialisers import Initialiser, fixed_mixing, starts
 from iha_core.layer_config import MIXING, LayerConfig
 from iha_core.validation import FLOAT_DTYPES, parameter_dtypes
@@ -42,8 +43,7 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, heads, d) -> the same shape and dtype; equation (34)."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        epsilon = max(self.epsilon, torch.finfo(wide.dtype).tiny)  # one that float32 holds
-        root = (wide.square().mean(-1, keepdim=True) + epsilon).sqrt()  # (B, N, heads, 1)
+        root = (wide.square().mean(-1, keepdim=True) + self.epsilon).sqrt()  # (B, N, heads, 1)
         return (wide / root * self.weight.to(wide.dtype)).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -65,7 +65,7 @@ class InterleavedHeadAttention(nn.Module):
             None means `dtype`.
 
     Raises:
-        ArgumentTypeError: `config` is no `LayerConfig`.
+        ArgumentTypeError: `config` is no `LayerConfig`, or a dtype none of PyTorch's.
         ConfigError: no such initialiser, or one that the configuration does not allow.
         DTypeError: dtypes that are not allowed.
 
@@ -127,6 +127,8 @@ class InterleavedHeadAttention(nn.Module):
                 empty = torch.empty(shapes[name], device=device, dtype=mixing_dtype)
                 self.register_parameter(name, nn.Parameter(empty))
         self.reset_parameters()
+        if config.kind == "mha":
+            self.register_load_state_dict_post_hook(_set_buffers)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -142,10 +144,17 @@ class InterleavedHeadAttention(nn.Module):
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
-        """Set the constants of kind "mha" ([LAY-6]), which no state holds and `to_empty` loses."""
+        """Set the constants of kind "mha" ([LAY-6]), which no state holds and `to_empty` loses.
+
+        Done after each `load_state_dict`, too; where that assigned weights to a layer on meta, the constants
+        go to the device of the weights.
+        """
         if self.config.kind == "mha":
             for name, value in fixed_mixing(self.config).items():
                 buffer = self.get_buffer(name)
+                if buffer.is_meta:
+                    buffer = torch.empty_like(buffer, device=self.q_proj.weight.device)
+                    setattr(self, name, buffer)
                 buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device))
 
     def forward(
@@ -202,16 +211,14 @@ class InterleavedHeadAttention(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ArgumentTypeError("x", "", expected="a torch.Tensor", found=type(x).__name__)
-        D = self.config.model_width
-        if x.ndim != 3 or x.shape[-1] != D:
-            raise ShapeError("x", "shape", expected=f"(B, N, D={D})", found=str(tuple(x.shape)))
+        if x.is_nested or x.layout is not torch.strided:
+            found = "a nested tensor" if x.is_nested else str(x.layout)
+            raise ArgumentTypeError("x", "", expected="a dense tensor", found=found)
         weight = self.q_proj.weight
+        self.config.check_input(x, None if _autocasts(x, weight) else _name(weight.dtype))
         if x.device != weight.device:
             expected = f"{weight.device}, the device of the layer"
             raise ArgumentValueError("x", "device", expected=expected, found=str(x.device))
-        if x.dtype != weight.dtype and not _autocasts(x, weight):
-            expected = f"{_name(weight.dtype)}, the dtype of the layer"
-            raise DTypeError("x", "dtype", expected=expected, found=_name(x.dtype))
 
     def extra_repr(self) -> str:
         config = self.config
@@ -250,8 +257,12 @@ def layer_of(
     layer.initialiser = initialiser
     layer.to_empty(device=device)
     layer.load_state_dict(dict(tensors))
-    layer.reset_buffers()
     return layer
+
+
+def _set_buffers(layer: InterleavedHeadAttention, _: object) -> None:
+    """What a layer of kind "mha" does after `load_state_dict`; a function, as a layer can be pickled."""
+    layer.reset_buffers()
 
 
 def _autocasts(x: Tensor, weight: Tensor) -> bool:
@@ -264,6 +275,10 @@ def _autocasts(x: Tensor, weight: Tensor) -> bool:
 
 def _check_dtypes(dtype: torch.dtype, mixing_dtype: torch.dtype) -> None:
     """Hold the dtypes of a new layer to [TYP-1] and [TYP-2]."""
+    for argument, given in (("dtype", dtype), ("mixing_dtype", mixing_dtype)):
+        if not isinstance(given, torch.dtype):
+            expected = "a torch.dtype or None"
+            raise ArgumentTypeError(argument, "", expected=expected, found=describe(given))
     storage = _name(dtype)
     if storage not in FLOAT_DTYPES:
         raise DTypeError("dtype", "", expected="one of " + ", ".join(FLOAT_DTYPES), found=storage)

@@ -5,6 +5,8 @@ Modules of Hugging Face's transformers are recognised by their attributes; that 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import math
 import sys
@@ -17,11 +19,24 @@ from torch import Tensor, nn
 from iha_core.checkpoint import check_tensors
 from iha_core.config import AttentionConfig
 from iha_core.errors import ArgumentTypeError, ConfigError
+from iha_core.initialisers import fixed_mixing
 from iha_core.layer_config import LayerConfig
 from iha_torch.layer import InterleavedHeadAttention
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
+
+PROBED_TOKENS = 5
+"""Length of the sequences on which a module of transformers is compared with what was read of it."""
+
+PROBE_LIMIT = 2.0**-6
+"""Difference at which a module counts as another function, relative to the largest number it gives.
+
+Both are in float32, so that of the same function is some 1e-6. Devices and modules that multiply in a
+narrower format by themselves, at worst bfloat16 with roundoff 2^-9, stay below a few of its roundoffs. The
+logits are of order 1 (see `_probe_value`), so that what leaves out or adds a rotation, a norm or a factor is
+off by a tenth or more.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +47,13 @@ class Source:
         config: the layer; its attention has what the source fixes.
         tensors: its parameters, by their names in a checkpoint.
         fixed: whether causality and window are the source's own, rather than arguments of its call.
+        frozen: names of the parameters that are not trained in the source.
     """
 
     config: LayerConfig
     tensors: dict[str, Tensor]
     fixed: bool
+    frozen: frozenset[str]
 
 
 def read_source(source: nn.Module) -> Source:
@@ -54,6 +71,10 @@ def _refuse(field: str, expected: str, found: object) -> NoReturn:
 
 def _read_torch(source: nn.MultiheadAttention) -> Source:
     """`torch.nn.MultiheadAttention` for self-attention."""
+    if "forward" in vars(source) or type(source).forward is not nn.MultiheadAttention.forward:
+        expected = "a torch.nn.MultiheadAttention with the forward of that class"
+        found = f"{type(source).__module__}.{type(source).__qualname__} with one of its own"
+        raise ArgumentTypeError("source", "", expected=expected, found=found)
     D = source.embed_dim
     for field, width in (("kdim", source.kdim), ("vdim", source.vdim)):
         if width != D:
@@ -76,7 +97,19 @@ def _read_torch(source: nn.MultiheadAttention) -> Source:
         bias=source.in_proj_bias is not None,
         attention=AttentionConfig(causal="none", rope="none"),
     )
-    return Source(config=config, tensors=_detached(tensors, config), fixed=False)
+    # Parts of a parameter tell nothing of it where no gradients are recorded.
+    trained = {
+        "weight": (source.in_proj_weight, source.out_proj.weight),
+        "bias": (source.in_proj_bias, source.out_proj.bias),
+    }
+    frozen = frozenset(
+        name for name in tensors if _is_frozen(trained[name.split(".")[1]][name.startswith(PROJECTIONS[-1])])
+    )
+    return Source(config=config, tensors=_detached(tensors, config), fixed=False, frozen=frozen)
+
+
+def _is_frozen(tensor: object) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def is_decoder_attention(module: object) -> bool:
@@ -97,14 +130,7 @@ def _read_decoder(source: nn.Module) -> Source:
     d = getattr(source, "head_dim", None) or getattr(settings, "head_dim", None) or D // H
     norms: dict[str, Any] = {name: children[name] for name in NORMS if name in children}
     bias = any(module.bias is not None for module in linear.values())
-    tensors = {}
-    for name, module in linear.items():
-        tensors[f"{name}.weight"] = module.weight
-        if bias:
-            zeros = module.weight.new_zeros(module.out_features)
-            tensors[f"{name}.bias"] = zeros if module.bias is None else module.bias
-    for name, module in norms.items():
-        tensors[f"{name}.weight"] = module.weight
+    tensors = _decoder_tensors(source, bias)
     config = LayerConfig(
         kind="mha",
         model_width=D,
@@ -117,10 +143,28 @@ def _read_decoder(source: nn.Module) -> Source:
         qk_norm_epsilon=_epsilon(norms) if norms else 1e-6,
         attention=_decoder_attention(source, d),
     )
-    read = Source(config=config, tensors=_detached(tensors, config), fixed=True)
+    frozen = frozenset(name for name, tensor in tensors.items() if _is_frozen(tensor))
+    read = Source(config=config, tensors=_detached(tensors, config), fixed=True, frozen=frozen)
     for name, module in norms.items():
         _check_norm(name, module, d)
+    _check_function(source, config)
     return read
+
+
+def _decoder_tensors(source: nn.Module, bias: bool) -> dict[str, Tensor]:
+    """The parameters of an attention of transformers; with `bias`, zeros where a projection has none."""
+    children: dict[str, Any] = dict(source.named_children())
+    tensors: dict[str, Tensor] = {}
+    for name in PROJECTIONS:
+        module = children[name]
+        tensors[f"{name}.weight"] = module.weight
+        if bias:
+            zeros = module.weight.new_zeros(module.out_features)
+            tensors[f"{name}.bias"] = zeros if module.bias is None else module.bias
+    for name in NORMS:
+        if name in children:
+            tensors[f"{name}.weight"] = children[name].weight
+    return tensors
 
 
 def _detached(tensors: Mapping[str, Tensor], config: LayerConfig) -> dict[str, Tensor]:
@@ -141,8 +185,12 @@ def _refuse_further_parts(source: nn.Module, children: Mapping[str, nn.Module]) 
     for name in (*children, *own):
         if name not in (*PROJECTIONS, *NORMS):
             _refuse(name, "no parts beside " + ", ".join((*PROJECTIONS, *NORMS)), "one of that name")
-    if getattr(source, "attention_dropout", 0.0):
-        _refuse("attention_dropout", "0, as a layer drops no weights", source.attention_dropout)
+    for name in NORMS:
+        if name in children and not isinstance(getattr(children[name], "weight", None), Tensor):
+            _refuse(name, "a norm with a weight", f"{type(children[name]).__name__} without one")
+    for name in ("attention_dropout", "residual_dropout", "resid_pdrop"):
+        if getattr(source, name, 0.0):
+            _refuse(name, "0, as a layer drops nothing", getattr(source, name))
     for name in ("attn_logit_softcapping", "logits_soft_cap", "softcap", "clip_qkv"):
         for place in (source, source.config):
             if getattr(place, name, None) is not None:
@@ -188,7 +236,7 @@ def _decoder_attention(source: nn.Module, d: int) -> AttentionConfig:
         scale = None
     return AttentionConfig(
         causal="token" if causal else "none",
-        window=_window(source),
+        window=_window(source, causal),
         window_unit="token",
         rope="token",
         rope_theta=_rope_theta(source),
@@ -204,15 +252,18 @@ def _layer_type(source: nn.Module) -> str | None:
     return None if types is None or index is None else str(types[index])
 
 
-def _window(source: nn.Module) -> int | None:
-    """Width of a sliding layer's window in tokens, own token included; None for full attention."""
+def _window(source: nn.Module, causal: bool) -> int | None:
+    """Width of a sliding layer's window in tokens, own token included; None for full attention.
+
+    Where attention is not causal, transformers lets a token see as many as `sliding_window` to either side.
+    """
     layer_type = _layer_type(source)
     if layer_type not in (None, "full_attention", "sliding_attention"):
         _refuse("layer_types", "full_attention or sliding_attention", layer_type)
     if layer_type == "full_attention":
         return None
     window: int | None = getattr(source.config, "sliding_window", None)
-    return window
+    return window if window is None or causal else window + 1
 
 
 def _rope_theta(source: nn.Module) -> float:
@@ -237,6 +288,9 @@ def _rope_theta(source: nn.Module) -> float:
         _refuse("rope_theta", "a number", None)
     if known:
         _refuse("rope_parameters", "rope_theta alone", sorted(known))
+    embedding = getattr(settings, "position_embedding_type", "rope")  # GraniteMoeHybrid: None for none
+    if embedding != "rope":
+        _refuse("position_embedding_type", "'rope'", embedding)
     if not getattr(source, "use_rope", True):
         _refuse("use_rope", "True", False)
     _check_pairing(source)
@@ -255,3 +309,109 @@ def _check_pairing(source: nn.Module) -> None:
     turned = functions[0](torch.arange(1.0, 5.0, device="cpu")).tolist()
     if turned != [-3.0, -4.0, 1.0, 2.0]:
         _refuse("rotate_half", "a rotation of lanes i and i + d/2", turned)
+
+
+def _check_function(source: nn.Module, config: LayerConfig) -> None:
+    """Refuse a module whose own forward computes something else than the layer that was read of it.
+
+    Attributes do not tell all: some layers of a model do not rotate, others multiply or gate. The forward is
+    called with the mask and the rotation that its decoder would make, on weights that depend on nothing but
+    their shapes, in float32: so the module's own may be zeros, of any dtype, or on meta.
+    """
+    weights: Any = source.q_proj
+    device = torch.device("cpu") if weights.weight.is_meta else weights.weight.device
+    try:
+        pair = _Pair(source, config)
+        values = {
+            name: _probe_value(name, parameter.shape, config, device)
+            for name, parameter in pair.named_parameters()
+        }
+        shape = (2, PROBED_TOKENS, config.model_width)
+        x = _numbers(shape).to(device)
+        autocasts = torch.amp.is_autocast_available(device.type)
+        off = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()
+        with torch.no_grad(), off:
+            found, wanted = torch.func.functional_call(pair, values, (x,))
+        difference = float((found - wanted).abs().max() / wanted.abs().max())
+    except Exception as error:
+        expected = "an attention that can be called as the decoders of transformers do, to be compared"
+        raise ArgumentTypeError("source", "", expected=expected, found=_told(source, error)) from error
+    if not difference <= PROBE_LIMIT:
+        expected = (
+            "a module that computes what its attributes say: attention with projections, "
+            "possibly norms of heads, RoPE on both queries and keys, and nothing else"
+        )
+        found = f"{type(source).__name__}, whose forward gives something else (off by {difference:.2g})"
+        raise ConfigError("source", "", expected=expected, found=found)
+
+
+def _told(source: nn.Module, error: Exception) -> str:
+    return f"{type(source).__name__}: {type(error).__name__}: {error}"
+
+
+class _Pair(nn.Module):
+    """A module of transformers and the layer that was read of it, on the same weights."""
+
+    def __init__(self, source: nn.Module, config: LayerConfig) -> None:
+        super().__init__()
+        # A copy that shares the children and owns its settings: the module itself stays as it is.
+        bare = copy.copy(source)
+        bare.config = copy.deepcopy(source.config)
+        settings: Any = bare.config
+        settings._attn_implementation = "eager"
+        bare.training = False
+        self.source = bare
+        self.read = [InterleavedHeadAttention(config, device="meta", dtype=torch.float32)]  # no child
+        self.config = config
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, N, D) -> what the module gives, and what the layer does."""
+        config, attention = self.config, self.config.attention
+        N = x.shape[1]
+        index = torch.arange(N, device=x.device)
+        angles = index[:, None].double() * torch.tensor(
+            attention.rope_frequencies(config.head_width), dtype=torch.float64, device=x.device
+        )
+        angles = torch.cat((angles, angles), -1)[None]  # (1, N, d)
+        distance = index[:, None] - index  # (N, N)
+        hidden = torch.zeros(N, N, dtype=torch.bool, device=x.device)
+        if attention.causal != "none":
+            hidden |= distance < 0
+        if attention.window is not None:
+            hidden |= distance.abs() >= attention.window
+        mask = torch.zeros(1, 1, N, N, device=x.device, dtype=x.dtype)
+        # Hooks of the module are not called, so its forward is.
+        found, *_ = self.source.forward(
+            hidden_states=x,
+            position_embeddings=(angles.cos().to(x.dtype), angles.sin().to(x.dtype)),
+            attention_mask=mask.masked_fill(hidden, torch.finfo(x.dtype).min),
+        )
+        tensors = _decoder_tensors(self.source, config.bias)
+        fixed = {
+            name: torch.as_tensor(value, dtype=x.dtype, device=x.device)
+            for name, value in fixed_mixing(config).items()
+        }
+        wanted: Tensor = torch.func.functional_call(self.read[0], {**tensors, **fixed}, (x,))
+        return found, wanted
+
+
+def _probe_value(name: str, shape: torch.Size, config: LayerConfig, device: torch.device) -> Tensor:
+    """A parameter for `_check_function`, such that outputs and logits are of order 1."""
+    value = _numbers(tuple(shape)).to(device)
+    _, part, *_ = name.split(".")
+    if part in NORMS:
+        value = 1 + value / 4
+    elif value.ndim > 1:
+        value /= math.sqrt(shape[-1])
+    if part == ("q_norm" if config.qk_norm else "q_proj"):
+        value /= config.attention.resolve_scale(config.head_width) * math.sqrt(config.head_width)
+    return value
+
+
+def _numbers(shape: tuple[int, ...]) -> Tensor:
+    """Some numbers of mean 0 and variance 1, the same each time, without drawing one for each element."""
+    generator = torch.Generator(device="cpu").manual_seed(len(shape))
+    size = math.prod(shape)
+    period = 8191  # a prime, so that it is no multiple of a width
+    some = torch.randn(period, generator=generator, dtype=torch.float32, device="cpu")
+    return some.repeat(-(-size // period))[:size].view(shape)

@@ -139,7 +139,9 @@ def test_the_layer_owns_copies() -> None:
     layer = from_mha(source, num_pseudo_heads=2)
     assert not layer.training
     assert from_mha(source.train(), num_pseudo_heads=2).training
-    assert all(p.requires_grad and p.dtype == torch.bfloat16 and p.is_leaf for p in layer.parameters())
+    assert all(p.dtype == torch.bfloat16 and p.is_leaf for p in layer.parameters())
+    frozen = {name for name, p in layer.named_parameters() if not p.requires_grad}
+    assert frozen == {f"{side}_proj.weight" for side in "qkv"}, "what the source has frozen, and no more"
     before = parameters_of(layer)
     with torch.no_grad():
         for parameter in source.parameters():
