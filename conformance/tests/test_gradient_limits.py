@@ -1048,14 +1048,16 @@ def test_layers_that_are_wrong_exceed(name: str, dtype: str) -> None:
     config = CONFIGS[name]
     factor = 1.5 if dtype in NARROW else 1.01
     parameters, x = sharp_example(config, dtype)
+    wide = {tensor: cast(values, "float64") for tensor, values in parameters.items()}
     for tensor in parameters:
-        if tensor.startswith(("q_", "k_")) or tensor in ("alpha_q", "alpha_k"):
-            continue  # queries are 0, and so are all logits
+        of_logits = tensor.startswith(("q_", "k_")) or tensor in ("alpha_q", "alpha_k")
+        if dtype in ("float16", "bfloat16") and of_logits:
+            continue  # one weight moves logits by less than 16 bits may; rows exchanged are another test's
         worst_ratio = 0.0
         for index in np.argwhere(np.asarray(parameters[tensor], np.float64) != 0)[:6]:
             changed = np.array(parameters[tensor], np.float64)
             changed[tuple(index)] *= factor
-            wrong = layer(parameters | {tensor: cast(changed, "float64")}, x, config=config)
+            wrong = layer(wide | {tensor: changed}, x, config=config)
             worst_ratio = max(worst_ratio, layer_ratio(wrong, parameters, x, config, dtype))
         assert worst_ratio > 2, tensor
 
