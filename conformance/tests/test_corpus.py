@@ -31,13 +31,13 @@ from iha_conformance.corpus import (
     load_cases,
 )
 from iha_conformance.corpus.cases import FAMILIES, SIZES
-from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.corpus.streams import bits24, cast, integers, uniform
 from iha_conformance.judge import expect, judge
 from iha_conformance.protocol import DTYPES, Result
 from iha_core import AttentionConfig, attention
 from iha_core.bounds import ForwardLimits, arithmetic
 from iha_core.known_answers import load_known_answers
+from iha_core.layer_config import MIXING
 from iha_core.spec_files import load_toml, spec_path
 
 Array = npt.NDArray[Any]
@@ -285,7 +285,7 @@ def test_inputs_are_the_same_numbers_rounded_once(dtype: str) -> None:
             if value.dtype.kind in "bi":
                 np.testing.assert_array_equal(value, wide[name])
                 continue
-            parameters = case.parameters.get("float32_parameters") and name in PARAMETERS
+            parameters = case.parameters.get("float32_parameters") and name in MIXING
             assert value.dtype == (np.float32 if parameters else form)
             # Rounding at most twice, from float64 and from float32, must be rounding once.
             with np.errstate(invalid="ignore"):  # NaN in dropped keys

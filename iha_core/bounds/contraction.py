@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_core.bounds.formats import NO_GRID, Arithmetic, Array, Format, grid, sum_is_exact, tolerances
-from iha_core.bounds.worst import Operand, Quantity, root_is_power_of_two, rounding
+from iha_core.bounds.worst import Operand, Quantity, kept, root_is_power_of_two
 
 LARGEST_STEP = 2**22
 """Numbers in memory at once while the least grid of a sum is found."""
@@ -62,34 +62,9 @@ def contracted(
     # Terms that are off lie on no grid, so their sum is rounded even where the exact one would not be.
     spared = exact & (propagated == 0)
     summed = np.where(spared, 0.0, arithmetic.A * (terms * magnitude + scaling))
-    return stored(value, propagated, summed, exact, magnitude, terms, arithmetic, storage=storage)
-
-
-def stored(
-    value: Array,
-    propagated: Array,
-    summed: Array,
-    exact: NDArray[np.bool_],
-    magnitude: Array,
-    terms: Array,
-    arithmetic: Arithmetic,
-    *,
-    storage: Format | None = None,
-) -> Quantity:
-    """A result with the error that it comes with, rounded to the storage format or another one."""
     if storage is not None:
         arithmetic = dataclasses.replace(arithmetic, storage=storage)
-    incoming = propagated + summed
-    last = rounding(value, incoming, exact, arithmetic)
-    return Quantity(
-        value=value,
-        error=incoming + last,
-        exact=exact,
-        magnitude=magnitude,
-        stored=last,
-        summed=summed,
-        terms=terms,
-    )
+    return kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
 
 
 def least_grid(equation: str, x: NDArray[np.int64], y: NDArray[np.int64]) -> NDArray[np.int64]:

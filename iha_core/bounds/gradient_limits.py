@@ -15,7 +15,7 @@ import numpy as np
 
 from iha_core.bounds import worst
 from iha_core.bounds.chain import Chain, propagate
-from iha_core.bounds.contraction import contracted, stored
+from iha_core.bounds.contraction import contracted
 from iha_core.bounds.formats import (
     HIGHEST,
     NO_GRID,
@@ -27,7 +27,7 @@ from iha_core.bounds.formats import (
     tolerances,
 )
 from iha_core.bounds.limits import Limits, element_limit
-from iha_core.bounds.worst import Booleans, Operand, Quantity, operand, operand_of
+from iha_core.bounds.worst import Booleans, Operand, Quantity, kept, operand, operand_of
 from iha_core.config import AttentionConfig
 from iha_core.gradient import GRADIENTS, backward, by_token, forward
 from iha_core.reference import lane_pairs
@@ -87,14 +87,11 @@ def derive_gradient_limits(
         bars = backward(call, config, optional)
         chain = propagate(call.tensors, call.stages, call.dims, config, rules, optional)
         gradients = _Backward(chain, call.tensors, call.stages, bars, parameter).gradients()
-    limits, formats = {}, dict.fromkeys("qkv", rules.storage)
-    for name, gradient in gradients.items():
-        kept = formats.get(name, parameter)
-        limits[name] = element_limit(gradient.value, gradient.error, gradient.magnitude, kept, rules)
-    return Limits(
-        stages={name: gradients[name].value for name in GRADIENTS},
-        limits={name: limits[name] for name in GRADIENTS},
-    )
+    limits = {}
+    for name in GRADIENTS:
+        found, storage_of = gradients[name], rules.storage if name in "qkv" else parameter
+        limits[name] = element_limit(found.value, found.error, found.magnitude, storage_of, rules)
+    return Limits(stages={name: gradients[name].value for name in GRADIENTS}, limits=limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +232,7 @@ class _Backward:
         work = 2 * self.rules.A * a * (np.abs(a_bar) + np.abs(total)[..., None])
         summed = np.where(spared, 0.0, work)
         exact |= ~seen
-        quantity = stored(value, propagated, summed, exact, np.abs(value), np.ones_like(a), self.rules)
+        quantity = kept(value, propagated, summed, exact, np.abs(value), np.ones_like(a), self.rules)
         return self._without_negligible(self._use(self._or_scaled(quantity)))
 
     def _or_scaled(self, logits_bar: Quantity) -> Quantity:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from iha_core.bounds.chain import propagate
-from iha_core.bounds.contraction import contracted, stored
+from iha_core.bounds.contraction import contracted
 from iha_core.bounds.formats import HIGHEST, Arithmetic, Array, arithmetic, tolerances
 from iha_core.bounds.limits import element_limit
-from iha_core.bounds.worst import Operand, Quantity, operand, operand_of
+from iha_core.bounds.worst import Operand, Quantity, kept, operand, operand_of
 from iha_core.initialisers import fixed_mixing
 from iha_core.layer_config import MIXING, LayerConfig
 from iha_core.reference import attention_stages
@@ -108,4 +108,4 @@ def _normalised(x: Quantity, weight: Array, epsilon: float, rules: Arithmetic) -
     # A root, a division and two products, of which a fast inverse root has one unit more.
     summed = tolerances()["operations"]["norm"] * rules.A * np.abs(value)
     exact = np.zeros(value.shape, dtype=np.bool_)
-    return stored(value, propagated, summed, exact, np.abs(value), np.ones_like(value), rules)
+    return kept(value, propagated, summed, exact, np.abs(value), np.ones_like(value), rules)

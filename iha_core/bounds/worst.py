@@ -82,10 +82,10 @@ def rounded_sum(
     """A sum of products formed in the accumulator and rounded to storage once."""
     exact = sum_is_exact(term_grid, magnitude, arithmetic.accumulator)
     summed = np.where(exact, 0.0, terms * arithmetic.A * magnitude)
-    return _kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
+    return kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
 
 
-def _kept(
+def kept(
     value: Array,
     propagated: Array,
     summed: Array,
@@ -450,7 +450,7 @@ def weighted_sum(
     summed, propagated, magnitude, terms = (
         np.swapaxes(x, 1, 2) for x in (summed, propagated, magnitude, terms)
     )
-    return _kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
+    return kept(value, propagated, summed, exact, magnitude, terms, arithmetic)
 
 
 def collapsed(o: Quantity, collapse: Array, value: Array, arithmetic: Arithmetic) -> Quantity:

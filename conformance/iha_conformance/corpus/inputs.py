@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from iha_conformance.corpus.cases import Case
 from iha_conformance.corpus.recipes import RECIPES
 from iha_conformance.corpus.streams import cast, integers, uniform
-
-PARAMETERS = ("alpha_q", "alpha_k", "alpha_v", "collapse")
+from iha_core.layer_config import MIXING
 
 
 def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def build_inputs(case: Case, dtype: str) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if same_batch and name in ("q", "k", "v"):
             tensor = np.repeat(tensor[:1], len(tensor), axis=0)
-        inputs[name] = cast(tensor, "float32" if wide_parameters and name in PARAMETERS else dtype)
+        inputs[name] = cast(tensor, "float32" if wide_parameters and name in MIXING else dtype)
     if case.operation == "gradient":
         inputs["cotangent"] = cast(_cotangent(case, cotangent), dtype)
     inputs |= {name: _argument(name, written, case) for name, written in case.arguments.items()}

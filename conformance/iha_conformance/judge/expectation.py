@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.corpus.cases import Case
-from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.protocol import Inputs
 from iha_core.bounds import HIGHEST, Limits, derive_gradient_limits, derive_limits
+from iha_core.layer_config import MIXING
 from iha_core.validation import dtype_name
 
 
@@ -49,7 +49,7 @@ def expect(case: Case, dtype: str, inputs: Inputs, precision: str = HIGHEST) -> 
     with np.errstate(all="ignore"):
         if case.operation == "gradient":
             gradients = derive_gradient_limits(**inputs, config=config, storage=dtype, precision=precision)
-            parameters = dict.fromkeys(PARAMETERS, dtype_name(inputs["alpha_q"]))
+            parameters = dict.fromkeys(MIXING, dtype_name(inputs["alpha_q"]))
             return Expectation(limits=gradients, dtypes=parameters)
         random = "random" in case.flags
         forward = derive_limits(**inputs, config=config, storage=dtype, precision=precision, random=random)

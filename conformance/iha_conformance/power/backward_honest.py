@@ -8,7 +8,7 @@ import numpy as np
 
 from iha_conformance.power.backward import BackwardPort
 from iha_conformance.power.port import Booleans, Side
-from iha_conformance.power.steps import Array, Rounding
+from iha_conformance.power.steps import Array, Rounding, turn
 from iha_core import reference
 
 
@@ -111,13 +111,8 @@ class RotatedBeforeMixing(BackwardPort):
     def _turn(self, x: Array, angles: Array) -> Array:
         if self.config.rope == "none":
             return x
-        x = x.astype(self.accumulator())
-        first, second = reference.lane_pairs(x.shape[-1], self.config.rope_pairing)
-        cosine, sine = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
-        turned = np.empty_like(x)
-        turned[..., first] = x[..., first] * cosine - x[..., second] * sine
-        turned[..., second] = x[..., second] * cosine + x[..., first] * sine
-        return turned.astype(np.float64)
+        turned = turn(x.astype(self.accumulator()), angles, self.config.rope_pairing)
+        return np.asarray(turned, np.float64)
 
 
 BACKWARD_HONEST: Mapping[str, tuple[Callable[..., BackwardPort], Rounding]] = {

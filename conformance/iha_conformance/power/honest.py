@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.power.port import Booleans, Port, Side
-from iha_conformance.power.steps import Array, Rounding
+from iha_conformance.power.steps import Array, Rounding, turn
 from iha_core import reference
 
 Narrow = NDArray[Any]
@@ -39,17 +39,9 @@ class RotatedBeforeMixing(Port):
         per_row = np.tile(of_pseudo, position.shape[1])[None, :, None, None] * frequencies
         if side == "k" and "key_mask" in self.inputs:
             unmixed = self.isolate(unmixed, self.inputs["key_mask"])
-        mixed = self.multiply(reference.mix, self._turn(unmixed, of_token), alpha)
-        return self._turn(mixed, per_row).astype(np.float64)
-
-    def _turn(self, x: Narrow, angles: Array) -> Narrow:
-        """Rotation in the dtype of x, with tables rounded to it."""
-        first, second = reference.lane_pairs(x.shape[-1], self.config.rope_pairing)
-        cosine, sine = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
-        turned = np.empty_like(x)
-        turned[..., first] = x[..., first] * cosine - x[..., second] * sine
-        turned[..., second] = x[..., second] * cosine + x[..., first] * sine
-        return turned
+        pairing = self.config.rope_pairing
+        mixed = self.multiply(reference.mix, turn(unmixed, of_token, pairing), alpha)
+        return np.asarray(turn(mixed, per_row, pairing), np.float64)
 
 
 class RootOfScaleOnBothSides(Port):

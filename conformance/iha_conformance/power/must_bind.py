@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from iha_conformance.corpus import Case, build_inputs
-from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.power.measure import Problem, corpus
 from iha_conformance.protocol import Inputs
 from iha_core import AttentionConfig, attention
+from iha_core.layer_config import MIXING
 
 FACTOR = 10.0
 """How many limits an output must move by."""
@@ -172,7 +172,7 @@ def bind(dtype: str, cases: Sequence[Case] | None = None, expected: Iterable[str
 
 def _parameters(case: Case, inputs: Inputs) -> Iterator[Change]:
     """Each index along each axis of the parameters, for each size that the axis has in the corpus."""
-    for name in PARAMETERS:
+    for name in MIXING:
         array = inputs[name]
         for axis, label in enumerate(AXES["r" if array.ndim == 2 else name]):
             for i in range(array.shape[axis]):

@@ -45,7 +45,7 @@ def examine(family: str, dtype: str) -> tuple[dict[str, Measured], dict[str, Mea
     """
     cases = [case for case in all_cases() if case.family == family and dtype in case.dtypes]
     problems = [Problem.of(case, dtype) for case in cases]
-    operation: Operation = "gradient" if family == "gradient" else "attention"
+    operation = next(case.operation for case in all_cases() if case.family == family)
     honest = {name: _measure_honest(made, family, problems) for name, made in HONEST_OF[operation].items()}
     mutants = {
         name: Measured(ratios={family: _least_caught(mutant, problems)})

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from iha_conformance.corpus.streams import cast
-from iha_core import AttentionConfig, Dims
+from iha_core import AttentionConfig, Dims, reference
 from iha_core.bounds import HIGHEST, arithmetic
+from iha_core.config import RopePairing
 
 Array = NDArray[np.float64]
 Rounding = Literal["once", "stages"]
@@ -41,6 +42,16 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def turn(x: Any, angles: Array, pairing: RopePairing) -> Any:
+    """Rotation in the dtype of x (..., d), with tables rounded to it."""
+    first, second = reference.lane_pairs(x.shape[-1], pairing)
+    cosine, sine = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
+    turned = np.empty_like(x)
+    turned[..., first] = x[..., first] * cosine - x[..., second] * sine
+    turned[..., second] = x[..., second] * cosine + x[..., first] * sine
+    return turned
 
 
 class Steps:

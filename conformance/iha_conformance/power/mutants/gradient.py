@@ -14,6 +14,7 @@ from iha_conformance.power.mutants.sums import added
 from iha_conformance.power.port import Booleans, Side
 from iha_conformance.power.steps import Array
 from iha_core import GRADIENTS, reference
+from iha_core.layer_config import MIXING
 from iha_core.validation import NARROW_DTYPES
 
 Port = BackwardPort
@@ -383,8 +384,7 @@ _MIXED = "float32 parameters beside narrower data exist in 16 bits alone"
     because=_MIXED,
 )
 def narrow_parameter_gradients(port: Port, gradients: Tensors) -> Tensors:
-    parameters = ("alpha_q", "alpha_k", "alpha_v", "collapse")
-    return gradients | {name: cast(gradients[name], port.dtype).astype(np.float64) for name in parameters}
+    return gradients | {name: cast(gradients[name], port.dtype).astype(np.float64) for name in MIXING}
 
 
 @mutant("gradient of the mixing tensors summed in 16 bits", "NUM-9", "GRAD-7", step="alpha_bar")

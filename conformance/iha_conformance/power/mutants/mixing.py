@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from iha_conformance.corpus.inputs import PARAMETERS
 from iha_conformance.corpus.streams import cast
 from iha_conformance.power.mutants.registry import add, mutant
 from iha_conformance.power.port import Port, Side
 from iha_conformance.power.steps import Array
+from iha_core.layer_config import MIXING
 from iha_core.validation import NARROW_DTYPES
 
 REQUIREMENT: dict[Side, str] = {"q": "MIX-1", "k": "MIX-2", "v": "MIX-3"}
@@ -100,4 +100,4 @@ def first_pseudo_head(port: Port, side: Side, x: Array, alpha: Array) -> Array:
 )
 def parameters_rounded(port: Port, inputs: dict[str, Any]) -> dict[str, Any]:
     """Float32 parameters rounded to the storage dtype first."""
-    return inputs | {name: cast(inputs[name], port.dtype) for name in PARAMETERS}
+    return inputs | {name: cast(inputs[name], port.dtype) for name in MIXING}
